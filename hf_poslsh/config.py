@@ -144,9 +144,9 @@ def _checked_sigma(sigma: Any) -> str | float | tuple[float, ...]:
         return "alibi"
     if _is_number(sigma) and sigma > 0:
         return float(sigma)
-    if isinstance(sigma, Sequence) and not isinstance(sigma, str) and len(sigma) > 0:
-        if all(_is_number(value) and value > 0 for value in sigma):
-            return tuple(float(value) for value in sigma)
+    is_list = isinstance(sigma, Sequence) and not isinstance(sigma, str) and len(sigma) > 0
+    if is_list and all(_is_number(value) and value > 0 for value in sigma):
+        return tuple(float(value) for value in sigma)
     raise ValueError(
         f"sigma is {sigma!r}; give 'alibi', one positive finite number, or a list of one per query head."
     )

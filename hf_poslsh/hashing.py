@@ -134,9 +134,7 @@ class PositionalHash:
         if num_samples < 1:
             raise ValueError(f"num_samples is {num_samples!r}; it must be at least 1.")
         if not 0 <= seed < 2**63 or layer < 0 or (step is not None and step < 0):
-            raise ValueError(
-                f"seed {seed!r}, layer {layer!r} and step {step!r} must be non-negative integers."
-            )
+            raise ValueError(f"seed {seed!r}, layer {layer!r} and step {step!r} must be non-negative integers.")
         if scope not in ("head", "layer", "model"):
             raise ValueError(f"scope is {scope!r}; choose head, layer or model.")
         draw = {"iid": _iid_draws, "staggered": _staggered_draws}.get(sampler)

@@ -65,9 +65,7 @@ class PositionBias:
 
 
 @functools.lru_cache(maxsize=1024)
-def bias_from_config(
-    config: PosLSHConfig, num_heads: int, layer: int = 0, step: int | None = None
-) -> PositionBias:
+def bias_from_config(config: PosLSHConfig, num_heads: int, layer: int = 0, step: int | None = None) -> PositionBias:
     """The bias of one layer's global query heads, as ``config`` describes it.
 
     Args:

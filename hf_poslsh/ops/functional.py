@@ -113,9 +113,7 @@ def choose_impl(impl: str, estimator: str) -> str:
         raise ValueError(f"impl is {impl!r}; choose auto, reference or banded.")
     if estimator == "mean":
         if impl == "banded":
-            raise ValueError(
-                "impl='banded' pools all masks in one pass; estimator='mean' needs impl='reference'."
-            )
+            raise ValueError("impl='banded' pools all masks in one pass; estimator='mean' needs impl='reference'.")
         return "reference"
     return "banded" if impl == "auto" else impl
 
@@ -151,9 +149,7 @@ def make_layout(
     return Layout(
         _as_rows("query_positions", query_positions, query.shape[0], queries),
         _as_rows("key_positions", key_positions, query.shape[0], keys),
-        None
-        if query_segments is None
-        else _as_rows("query_segments", query_segments, query.shape[0], queries),
+        None if query_segments is None else _as_rows("query_segments", query_segments, query.shape[0], queries),
         None if key_segments is None else _as_rows("key_segments", key_segments, query.shape[0], keys),
         is_causal,
         window,
@@ -167,9 +163,7 @@ def _as_rows(name: str, tensor: torch.Tensor, batch: int, length: int) -> torch.
         raise ValueError(f"{name} is a {kind}; it must be an integer tensor.")
     rows = tensor[None] if tensor.ndim == 1 else tensor
     if rows.ndim != 2 or rows.shape[1] != length or rows.shape[0] not in (1, batch):
-        raise ValueError(
-            f"{name} has shape {tuple(tensor.shape)}; expected ({length},) or ({batch}, {length})."
-        )
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected ({length},) or ({batch}, {length}).")
     return rows.to(torch.int64)
 
 
@@ -182,9 +176,7 @@ def _check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
             f"shapes do not fit: {shapes}; key and value must be (B, H_kv, K, D) for query (B, H, Q, D)."
         )
     if key.shape[1] == 0 or query.shape[1] == 0 or query.shape[1] % key.shape[1]:
-        raise ValueError(
-            f"{query.shape[1]} query heads do not divide over {key.shape[1]} KV heads: {shapes}."
-        )
+        raise ValueError(f"{query.shape[1]} query heads do not divide over {key.shape[1]} KV heads: {shapes}.")
     if query.shape[3] == 0:
         raise ValueError(f"the head dim is 0: {shapes}.")
     if query.dtype not in _DTYPES or key.dtype != query.dtype or value.dtype != query.dtype:
@@ -193,9 +185,7 @@ def _check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
             f"{', '.join(str(dtype) for dtype in _DTYPES)}."
         )
     if key.device != query.device or value.device != query.device:
-        raise ValueError(
-            f"query, key and value are on {query.device}, {key.device}, {value.device}; use one device."
-        )
+        raise ValueError(f"query, key and value are on {query.device}, {key.device}, {value.device}; use one device.")
     if bias.num_heads != query.shape[1]:
         raise ValueError(
             f"the hashes are for {bias.num_heads} heads but query has {query.shape[1]}; slopes and draws belong to "
@@ -217,9 +207,7 @@ def _check_layout(query: torch.Tensor, key: torch.Tensor, layout: Layout) -> Non
         ("key_segments", layout.key_segments, key.shape[2]),
     ):
         if rows is not None and (rows.shape[-1] != length or rows.shape[0] not in (1, query.shape[0])):
-            raise ValueError(
-                f"{name} has shape {tuple(rows.shape)} for {length} tokens in {query.shape[0]} rows."
-            )
+            raise ValueError(f"{name} has shape {tuple(rows.shape)} for {length} tokens in {query.shape[0]} rows.")
     for name, number in (("window", layout.window), ("chunk", layout.chunk)):
         if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
             raise ValueError(f"{name} is {number!r}; it must be an integer of at least 1, or None.")

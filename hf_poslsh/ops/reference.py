@@ -19,9 +19,7 @@ def allowed_pairs(layout: Layout) -> torch.Tensor:
     if layout.window is not None:
         allowed = allowed & ((i - j).abs() < layout.window)
     if layout.chunk is not None:
-        allowed = allowed & (
-            i.div(layout.chunk, rounding_mode="floor") == j.div(layout.chunk, rounding_mode="floor")
-        )
+        allowed = allowed & (i.div(layout.chunk, rounding_mode="floor") == j.div(layout.chunk, rounding_mode="floor"))
     return allowed
 
 
@@ -88,9 +86,7 @@ def reference_attention(
 def _masked_softmax(
     scores: torch.Tensor, weight: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    logits = torch.where(
-        weight > 0, scores + weight.clamp_min(torch.finfo(weight.dtype).tiny).log(), -torch.inf
-    )
+    logits = torch.where(weight > 0, scores + weight.clamp_min(torch.finfo(weight.dtype).tiny).log(), -torch.inf)
     top = logits.detach().amax(-1, keepdim=True)
     top = torch.where(top.isfinite(), top, 0.0)
     probabilities = (logits - top).exp()
