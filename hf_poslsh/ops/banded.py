@@ -1,0 +1,235 @@
+"""All s masks in one banded pass: the autograd operator around the compiled CPU kernel.
+
+It saves q, k, v, the output and the log-sum-exp only; everything else is computed again in the backward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from hf_poslsh.ops import _kernel
+from hf_poslsh.ops._tokens import Tokens, compact_tokens, cut_items
+from hf_poslsh.ops.bias import UNLIMITED, Layout, PositionBias
+
+_ITEM_QUERIES = 1024  # queries of one work item: long enough to pay for packing the keys before them
+
+
+def banded_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: PositionBias,
+    layout: Layout,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pooled estimator in one pass over each query's window.
+
+    For a causal query only the left bin edges matter: ``s M~_ij = #{r : left_r(i) <= j}``, so all hashes are one
+    softmax over a contiguous run of keys with a count for each (derived here). Time and memory are linear in the
+    number of tokens.
+
+    Args:
+        query: ``(B, H, Q, D)`` on the CPU.
+        key: ``(B, H_kv, K, D)``.
+        value: ``(B, H_kv, K, D)``.
+        bias: the positional bias of all H heads.
+        layout: positions, segments and the host's mask.
+        scale: factor of the scores.
+
+    Returns:
+        Output ``(B, H, Q, D)`` in the dtype of ``query`` and the log-sum-exp ``(B, H, Q)`` in float32 (float64
+        for float64 input). Both carry gradients to query, key and value.
+    """
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    out, lse = _banded(
+        query.to(dtype),
+        key.to(dtype),
+        value.to(dtype),
+        *(torch.tensor(array) for array in (bias.hashes.widths, bias.hashes.shifts, bias.slopes, bias.reach)),
+        layout.query_positions,
+        layout.key_positions,
+        layout.query_segments,
+        layout.key_segments,
+        bias.sink_tokens,
+        layout.is_causal,
+        UNLIMITED if layout.window is None else layout.window,
+        UNLIMITED if layout.chunk is None else layout.chunk,
+        scale,
+    )
+    return out.to(query.dtype), lse
+
+
+@torch.library.custom_op("hf_poslsh::banded", mutates_args=(), device_types="cpu")
+def _banded(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    widths: torch.Tensor,
+    shifts: torch.Tensor,
+    slopes: torch.Tensor,
+    reach: torch.Tensor,
+    query_positions: torch.Tensor,
+    key_positions: torch.Tensor,
+    query_segments: torch.Tensor | None,
+    key_segments: torch.Tensor | None,
+    sink_tokens: int,
+    is_causal: bool,
+    window: int,
+    chunk: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = compact_tokens(Layout(query_positions, key_positions, query_segments, key_segments))
+    arguments = _Arguments(tokens, widths, shifts, slopes, reach, sink_tokens, is_causal, window, chunk, scale)
+    out = torch.empty_like(query)
+    lse = query.new_empty(query.shape[:3])
+    if (tokens.query_count < query.shape[2]).any():
+        out.zero_()
+        lse.fill_(-torch.inf)
+    items = arguments.items(query, key)
+    tensors = (query, key, value, out)
+    arguments.run(_kernel.forward, [items], query, key, tensors, (*map(_flat, tensors), lse.numpy().reshape(-1)))
+    return out, lse
+
+
+@_banded.register_fake
+def _(query, key, value, *arguments):
+    return torch.empty_like(query), query.new_empty(query.shape[:3])
+
+
+@torch.library.custom_op("hf_poslsh::banded_backward", mutates_args=(), device_types="cpu")
+def _banded_backward(
+    out_grad: torch.Tensor,
+    lse_grad: torch.Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    widths: torch.Tensor,
+    shifts: torch.Tensor,
+    slopes: torch.Tensor,
+    reach: torch.Tensor,
+    query_positions: torch.Tensor,
+    key_positions: torch.Tensor,
+    query_segments: torch.Tensor | None,
+    key_segments: torch.Tensor | None,
+    sink_tokens: int,
+    is_causal: bool,
+    window: int,
+    chunk: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    tokens = compact_tokens(Layout(query_positions, key_positions, query_segments, key_segments))
+    arguments = _Arguments(tokens, widths, shifts, slopes, reach, sink_tokens, is_causal, window, chunk, scale)
+    query_grad = torch.empty_like(query)
+    if (tokens.query_count < query.shape[2]).any():
+        query_grad.zero_()
+    key_grad, value_grad = torch.zeros_like(key), torch.zeros_like(value)
+    lse_grads = np.empty(0, lse.numpy().dtype) if lse_grad is None else lse_grad.contiguous().numpy().reshape(-1)
+    tensors = (query, key, value, out, out_grad, query_grad, key_grad, value_grad)
+    q, k, v, o, do, dq, dk, dv = map(_flat, tensors)
+    phases = _disjoint(arguments.items(query, key), sinks=sink_tokens > 0)
+    flat = (q, k, v, o, do, lse.numpy().reshape(-1), lse_grads, dq, dk, dv)
+    arguments.run(_kernel.backward, phases, query, key, tensors, flat)
+    return query_grad, key_grad, value_grad
+
+
+@_banded_backward.register_fake
+def _(out_grad, lse_grad, query, key, value, *arguments):
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _save(ctx, inputs, output):
+    query, key, value, *tables = inputs
+    ctx.save_for_backward(query, key, value, *output, *tables[:8])
+    ctx.numbers = tables[8:]
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, out_grad, lse_grad):
+    query, key, value, out, lse, *tables = ctx.saved_tensors
+    if out_grad is None:
+        out_grad = torch.zeros_like(out)
+    grads = _banded_backward(out_grad, lse_grad, query, key, value, out, lse, *tables, *ctx.numbers)
+    return (*grads, *[None] * 13)
+
+
+_banded.register_autograd(_differentiate, setup_context=_save)
+
+
+class _Arguments:
+    """What forward and backward pass to the kernel alike."""
+
+    def __init__(self, tokens: Tokens, widths, shifts, slopes, reach, sinks, causal, window, chunk, scale) -> None:
+        self.tokens = tokens
+        self.tables = [tensor.numpy() for tensor in (widths, shifts, slopes, reach)]
+        self.causal, self.window, self.chunk = causal, window, chunk
+        self.tail = (sinks, causal, window, chunk, scale)
+
+    def items(self, query: torch.Tensor, key: torch.Tensor) -> np.ndarray:
+        """Work items, those with most pairs of visible tokens first."""
+        t, (widths, shifts, _, reach) = self.tokens, self.tables
+        items = cut_items(
+            query.shape[0], key.shape[1], _ITEM_QUERIES, t.query_position, t.query_keys, t.query_count,
+            t.key_position, widths, shifts, reach, self.causal, self.window, self.chunk,
+        )  # fmt: skip
+        return items[np.argsort(items[:, 4] - items[:, 5], kind="stable")]
+
+    def run(self, kernel, phases, query, key, tensors, flat) -> None:
+        """Runs a kernel over the items of each phase, one phase after another, on torch's number of threads."""
+        t = self.tokens
+        strides = np.array([[tensor.storage_offset(), *tensor.stride()] for tensor in tensors], dtype=np.int64)
+        strides[:, 0] -= [tensor.storage_offset() for tensor in tensors]
+        dims = (query.shape[1], key.shape[1], query.shape[2], query.shape[3])
+        tokens = (t.query_slot, t.query_position, t.query_keys, t.key_slot, t.key_position)
+        one = flat[0].dtype.type(1)
+        for items in phases:
+            queue = np.zeros(1, np.int64)
+            call = functools.partial(
+                kernel, queue, items, dims, strides, *flat, *tokens, *self.tables, *self.tail, one
+            )
+            threads = min(torch.get_num_threads(), len(items))
+            others = [_pool(os.getpid()).submit(call) for _ in range(threads - 1)]
+            call()
+            for other in others:
+                other.result()
+
+
+@functools.lru_cache(maxsize=1)
+def _pool(process: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=os.cpu_count(), thread_name_prefix="hf_poslsh")
+
+
+def _flat(tensor: torch.Tensor) -> np.ndarray:
+    """All elements that a tensor's strides reach, as a one-dimensional view from its first element on."""
+    if tensor.numel() == 0:
+        return np.empty(0, tensor.detach().numpy().dtype)
+    reached = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.detach().as_strided((reached,), (1,), tensor.storage_offset()).numpy()
+
+
+def _disjoint(items: np.ndarray, sinks: bool) -> list[np.ndarray]:
+    """Groups of items such that no two of a group add to the same keys; the groups do not depend on threads.
+
+    The keys of a KV head's items are intervals whose two ends never fall: the first group whose last interval
+    ends before the next one starts takes it. With sinks every item also adds to the start of its document.
+    """
+    groups: list[list[np.ndarray]] = []
+    ends: list[dict[tuple[int, int], int]] = []
+    for item in items[np.lexsort((items[:, 2], items[:, 1], items[:, 0]))]:
+        owner, first, last = (item[0], item[1]), 0 if sinks else item[4], item[5]
+        group = next((g for g in range(len(groups)) if ends[g].get(owner, 0) <= first), len(groups))
+        if sinks and group < len(groups) and owner in ends[group]:
+            group = next((g for g in range(len(groups)) if owner not in ends[g]), len(groups))
+        if group == len(groups):
+            groups.append([])
+            ends.append({})
+        groups[group].append(item)
+        ends[group][owner] = last
+    ordered = [np.stack(group) for group in groups]
+    return [group[np.argsort(group[:, 4] - group[:, 5], kind="stable")] for group in ordered]
