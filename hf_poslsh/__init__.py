@@ -1,15 +1,21 @@
 """Positional LSH attention for Hugging Face Transformers."""
 
+__version__ = "0.1.0"
+
 from hf_poslsh.config import PosLSHConfig
 from hf_poslsh.hashing import PositionalHash
 from hf_poslsh.ops.functional import positional_lsh_attention
+from hf_poslsh.patching import StepCallback, patch_model, poslsh, set_step, unpatch_model
 from hf_poslsh.slopes import alibi_slopes
-
-__version__ = "0.1.0"
 
 __all__ = [
     "PosLSHConfig",
     "PositionalHash",
+    "StepCallback",
     "alibi_slopes",
+    "patch_model",
     "positional_lsh_attention",
+    "poslsh",
+    "set_step",
+    "unpatch_model",
 ]

@@ -1,0 +1,170 @@
+"""The attention function registered as "poslsh", and the mixin that attention modules become.
+
+The modules keep the host's forward, parameters and names. All that they need to know of the forward at hand comes
+in one keyword argument, ``poslsh``, which every decoder layer hands on.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from hf_poslsh.models.context import Context
+from hf_poslsh.ops.bias import Layout, bias_from_config
+from hf_poslsh.ops.functional import biased_attention
+from hf_poslsh.ops.reference import allowed_pairs
+
+ATTENTION_NAME = "poslsh"
+_HOST_ROWS = 1024  # query rows for which a host layer's mask is built at a time
+
+if TYPE_CHECKING:
+    _HostAttention = nn.Module
+else:
+    _HostAttention = object
+
+
+class PosLSHAttentionMixin(_HostAttention):
+    """Makes a host's attention module ours; without state, so that it is put on and off by ``__class__``."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: Any = None,
+        attention_mask: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The host's forward; RoPE replaced by no rotation where the method drops it."""
+        if _context(self, kwargs).method.rope == "drop":
+            position_embeddings = _no_rotation(position_embeddings)
+        return super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
+
+
+def _no_rotation(position_embeddings: Any) -> Any:
+    # Llama-4 rotates by one complex factor, the others by a cosine and a sine.
+    if isinstance(position_embeddings, torch.Tensor):
+        return torch.ones_like(position_embeddings)
+    cos, sin = position_embeddings
+    return torch.ones_like(cos), torch.zeros_like(sin)
+
+
+def _context(module: nn.Module, kwargs: dict[str, Any]) -> Context:
+    context = kwargs.get("poslsh")
+    if not isinstance(context, Context):
+        raise ValueError(
+            f"{type(module).__name__} was run with attention 'poslsh' outside a patched model; "
+            "call hf_poslsh.patch_model(model), or load the checkpoint by an Auto class after `import hf_poslsh`."
+        )
+    return context
+
+
+def host_limits(config: Any, layer: int) -> tuple[int | None, int | None]:
+    """The host's own sliding window and attention chunk of a layer, in positions, or None."""
+    layer_types = getattr(config, "layer_types", None)
+    kind = "sliding_attention" if layer_types is None else layer_types[layer]
+    window = getattr(config, "sliding_window", None) if kind == "sliding_attention" else None
+    chunk = getattr(config, "attention_chunk_size", None) if kind == "chunked_attention" else None
+    return window, chunk
+
+
+@torch.compiler.disable
+def poslsh_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls where ``config._attn_implementation == "poslsh"``.
+
+    Args:
+        module: the host's attention module; one of ours if the method patches its layer.
+        query: ``(B, H, Q, D)``.
+        key: ``(B, H_kv, K, D)``, cached keys included.
+        value: ``(B, H_kv, K, D)``.
+        attention_mask: None; padding, documents and windows are in the context.
+        dropout: of the attention weights; must be 0 in a patched layer.
+        scaling: factor of the scores.
+        **kwargs: ``poslsh``, the ``Context`` of this forward; the rest is ignored.
+
+    Returns:
+        ``(B, Q, H, D)``, and None: weights are never materialised.
+
+    Raises:
+        ValueError: something was asked for that would otherwise be ignored silently.
+    """
+    context = _context(module, kwargs)
+    config, layer = module.config, module.layer_idx
+    if attention_mask is not None:
+        raise ValueError("attention 'poslsh' takes no ready-made mask; pass the 2-D padding mask to the model.")
+    if kwargs.get("is_causal") is False or not module.is_causal:
+        raise ValueError("is_causal=False is not supported: the patched models are causal. Leave it out.")
+    if query.shape[1] != config.num_attention_heads:
+        raise ValueError(
+            f"layer {layer} got {query.shape[1]} of the model's {config.num_attention_heads} query heads (tensor "
+            "parallelism?); slopes and draws belong to global heads. Load the model without a tensor-parallel plan."
+        )
+    if key.shape[2] != context.key_slots[layer][1]:
+        raise ValueError(
+            f"layer {layer} got {key.shape[2]} keys where the cache announced {context.key_slots[layer][1]}; "
+            "gradient checkpointing cannot continue a filled cache, and a cache serves one forward at a time."
+        )
+    layout = context.layout(layer, query.shape[2], query.device, *host_limits(config, layer))
+
+    layers = context.method.layers
+    if layers is not None and layer not in layers:
+        return _host_attention(module, query, key, value, layout, dropout, scaling), None
+    if not isinstance(module, PosLSHAttentionMixin):
+        raise ValueError(f"layer {layer} is to be patched but is a {type(module).__name__}; call patch_model again.")
+    if dropout:
+        raise ValueError(
+            f"attention_dropout is {dropout} in training, which attention 'poslsh' does not have; "
+            "load the model with attention_dropout=0.0."
+        )
+    method = context.method
+    bias = bias_from_config(method, query.shape[1], layer, context.step)
+    out, _ = biased_attention(query, key, value, bias, layout, scaling, method.estimator, method.impl)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _host_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: Layout,
+    dropout: float,
+    scaling: float | None,
+) -> torch.Tensor:
+    """A layer that the method leaves alone: the host's SDPA under the mask of this forward, a few rows at a time."""
+    outs = []
+    for rows in torch.arange(query.shape[2]).split(_HOST_ROWS):
+        part = slice(int(rows[0]), int(rows[-1]) + 1)
+        segments = None if layout.query_segments is None else layout.query_segments[:, part]
+        allowed = allowed_pairs(
+            Layout(
+                layout.query_positions[:, part],
+                layout.key_positions,
+                segments,
+                layout.key_segments,
+                layout.is_causal,
+                layout.window,
+                layout.chunk,
+            )
+        )[:, None]
+        seen = allowed.any(-1, keepdim=True)
+        # A row that sees nothing would be NaN in some SDPA kernels; it sees everything and is then set to 0.
+        out, _ = sdpa_attention_forward(
+            module, query[:, :, part], key, value, allowed | ~seen, dropout=dropout, scaling=scaling, is_causal=False
+        )
+        outs.append(torch.where(seen.transpose(1, 2), out, 0))
+    return torch.cat(outs, dim=1)
+
+
+AttentionInterface.register(ATTENTION_NAME, poslsh_attention)

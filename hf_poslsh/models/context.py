@@ -1,0 +1,118 @@
+"""Where the tokens of one forward stand: plain tensor arithmetic, once per forward, without reading a value.
+
+A *slot* numbers the tokens of a row as they came, padding included. A *position* numbers the real tokens of one
+document from 0. Positions are what the bins are made of: they are derived from the padding mask and from document
+borders, so that a padded or packed row gets the very masks of the row alone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from hf_poslsh.config import PosLSHConfig
+from hf_poslsh.ops.bias import Layout
+
+
+class Context(NamedTuple):
+    """What the base model tells every attention layer. A named tuple, so that hooks can move its tensors.
+
+    Args:
+        method: the method and its knobs.
+        positions: int64 ``(B or 1, slots)``; -1 for padding, for tokens to come, and for cached tokens that
+            belong to an earlier document.
+        segments: int64 ``(B or 1, slots)``, not falling along a row, or None for one document a row.
+        first_query: slot of the first query; a tensor where the cache counts in one.
+        key_slots: first slot and number of the keys of every layer.
+        step: training step that keys the draws, or None for the fixed ones.
+    """
+
+    method: PosLSHConfig
+    positions: torch.Tensor
+    segments: torch.Tensor | None
+    first_query: int | torch.Tensor
+    key_slots: tuple[tuple[int, int], ...]
+    step: int | None
+
+    def layout(self, layer: int, queries: int, device: torch.device, window: int | None, chunk: int | None) -> Layout:
+        """The layout of one layer's queries and keys, on ``device``."""
+        start, length = self.key_slots[layer]
+        query_slots = self.first_query + torch.arange(queries, device=self.positions.device)
+
+        def split(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            rows = rows.to(device)
+            return rows.index_select(1, query_slots.to(device)), rows[:, start : start + length]
+
+        query_positions, key_positions = split(self.positions)
+        query_segments, key_segments = (None, None) if self.segments is None else split(self.segments)
+        return Layout(query_positions, key_positions, query_segments, key_segments, True, window, chunk)
+
+
+def place_tokens(
+    queries: int,
+    slots: int,
+    first_query: int | torch.Tensor,
+    device: torch.device,
+    padding_mask: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    sequence_ids: torch.Tensor | None = None,
+    sequence_ends: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Positions and segments of all slots, cached ones included.
+
+    A document starts where ``position_ids`` fall or repeat, where ``sequence_ids`` change, or where
+    ``sequence_ends`` says. Cached tokens have no position ids any more: the first id of this forward tells how far
+    back its document reaches, and what lies before that is hidden.
+
+    Args:
+        queries: number of tokens in this forward.
+        slots: number of slots to place: the tokens seen and the new ones, or more (a static cache's length).
+        first_query: slot of the first new token.
+        device: where to compute.
+        padding_mask: ``(B, >= first_query + queries)``, nonzero for real tokens; None if all are.
+        position_ids: int64 ``(B or 1, queries)`` or None.
+        sequence_ids: integer ``(B or 1, queries)``, the document of each new token, or None (``seq_idx``).
+        sequence_ends: integer ``(documents + 1,)``, borders in one packed row, or None (``cu_seq_lens_q``).
+
+    Returns:
+        ``positions`` and ``segments`` as in ``Context``.
+    """
+    slot = torch.arange(slots, device=device)
+    query_slots = first_query + torch.arange(queries, device=device)
+    exists = (slot < first_query + queries)[None]
+    if padding_mask is None:
+        rank = slot[None]
+    else:
+        real = padding_mask.to(device) != 0
+        exists = exists & torch.nn.functional.pad(real, (0, max(slots - real.shape[1], 0)))[:, :slots]
+        rank = exists.cumsum(-1) - 1
+    query_rank = rank.index_select(1, query_slots)
+    query_exists = exists.index_select(1, query_slots)
+    before = query_rank + 1 - query_exists.long()  # real tokens before each query
+
+    starts = []
+    if position_ids is not None:
+        start = (query_rank - position_ids.to(device)).clamp_min(0)
+        # Padding has arbitrary position ids; it must not look like a border.
+        first = torch.where(query_exists, start, slots).amin(-1, keepdim=True)
+        starts.append(torch.where(query_exists, start, first))
+    if sequence_ids is not None:
+        ids = sequence_ids.to(device)
+        changes = torch.nn.functional.pad(ids[:, 1:] != ids[:, :-1], (1, 0))
+        starts.append(torch.where(changes, before, 0))
+    if sequence_ends is not None:
+        borders = torch.zeros(queries + 1, dtype=torch.bool, device=device)
+        borders[sequence_ends.to(device).long()] = True
+        starts.append(torch.where(borders[:queries], before, 0))
+    if not starts:
+        return torch.where(exists, rank, -1), None
+
+    document = starts[0]
+    for start in starts[1:]:
+        document = torch.maximum(document, start)
+    document = document.cummax(-1).values
+    document = document.index_select(1, (slot - first_query).clamp(0, queries - 1))
+    positions = torch.where(exists & (rank >= document), rank - document, -1)
+    # One new token sees one document: the others are hidden already.
+    return positions, document if queries > 1 else None

@@ -1,0 +1,218 @@
+"""The table of model families: host classes, our subclasses of them, and their registration with transformers.
+
+A family is a row of ``_TABLE``; everything else follows from it. Classes are made by ``_subclass``, because they
+differ in nothing but their host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import transformers
+from peft.utils import constants as peft_constants
+from torch import nn
+from transformers.models.auto import modeling_auto, tokenization_auto
+from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
+from transformers.models.mistral.modeling_mistral import MistralAttention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+
+from hf_poslsh.models.attention import PosLSHAttentionMixin
+from hf_poslsh.models.compat import register_output_recorders
+from hf_poslsh.models.configuration import PosLSHConfigMixin
+from hf_poslsh.models.modeling import PosLSHBaseModelMixin, PosLSHModelMixin, method_of
+from hf_poslsh.ops.bias import bias_from_config
+
+# model type, config, attention, base model, heads by the Auto class that loads them
+_TABLE: tuple[tuple[str, type, type, type, dict[str, type]], ...] = (
+    (
+        "mistral",
+        transformers.MistralConfig,
+        MistralAttention,
+        transformers.MistralModel,
+        {
+            "AutoModelForCausalLM": transformers.MistralForCausalLM,
+            "AutoModelForSequenceClassification": transformers.MistralForSequenceClassification,
+            "AutoModelForTokenClassification": transformers.MistralForTokenClassification,
+            "AutoModelForQuestionAnswering": transformers.MistralForQuestionAnswering,
+        },
+    ),
+    (
+        "qwen3",
+        transformers.Qwen3Config,
+        Qwen3Attention,
+        transformers.Qwen3Model,
+        {
+            "AutoModelForCausalLM": transformers.Qwen3ForCausalLM,
+            "AutoModelForSequenceClassification": transformers.Qwen3ForSequenceClassification,
+            "AutoModelForTokenClassification": transformers.Qwen3ForTokenClassification,
+            "AutoModelForQuestionAnswering": transformers.Qwen3ForQuestionAnswering,
+        },
+    ),
+    (
+        "llama4_text",
+        transformers.Llama4TextConfig,
+        Llama4TextAttention,
+        transformers.Llama4TextModel,
+        {"AutoModelForCausalLM": transformers.Llama4ForCausalLM},
+    ),
+)
+
+__all__: list[str] = []
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One row of the table: host class to our class, for every class of a model type.
+
+    Args:
+        model_type: the host's ``model_type``.
+        config: our config class.
+        attention: our attention class.
+        base: our base model class.
+        classes: host class to our class: config, attention, base model and heads.
+    """
+
+    model_type: str
+    config: type
+    attention: type
+    base: type
+    classes: dict[type, type]
+
+
+def _subclass(host: type, *mixins: type, **attributes: Any) -> type:
+    name = f"PosLSH{host.__name__}"
+    made = type(
+        name, (*mixins, host), {"__module__": __name__, "__doc__": f"{host.__name__}, patched.", **attributes}
+    )
+    globals()[name] = made  # pickle looks classes up by module and name
+    __all__.append(name)
+    return made
+
+
+def _make_family(
+    model_type: str, host_config: type, host_attention: type, host_base: type, heads: dict[str, type]
+) -> Family:
+    config = _subclass(host_config, PosLSHConfigMixin, model_type=f"poslsh_{model_type}")
+    attention = _subclass(host_attention, PosLSHAttentionMixin)
+    base = _subclass(host_base, PosLSHBaseModelMixin, config_class=config)
+    models = {"AutoModel": base}
+    for auto_class, host in heads.items():
+        models[auto_class] = _subclass(host, PosLSHModelMixin, config_class=config)
+    _register(model_type, config, models)
+    classes = {host: models[auto_class] for auto_class, host in heads.items()}
+    classes |= {host_config: config, host_attention: attention, host_base: base}
+    return Family(model_type, config, attention, base, classes)
+
+
+def _register(model_type: str, config: type, models: dict[str, type]) -> None:
+    ours = config.model_type  # type: ignore[attr-defined]
+    transformers.AutoConfig.register(ours, config, exist_ok=True)
+    for auto_class, model in models.items():
+        getattr(transformers, auto_class).register(config, model, exist_ok=True)
+        register_output_recorders(model)
+    # The Trainer shifts smoothed labels only for the classes that it finds in this table.
+    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[ours] = models["AutoModelForCausalLM"].__name__
+    tables: tuple[dict[str, Any], ...] = (
+        tokenization_auto.TOKENIZER_MAPPING_NAMES,
+        peft_constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING,
+    )
+    for names in tables:
+        if model_type in names:
+            names[ours] = names[model_type]
+
+
+FAMILIES = tuple(_make_family(*row) for row in _TABLE)
+HOSTS = {ours: host for family in FAMILIES for host, ours in family.classes.items()}
+"""Our class to its host class: configs, attention, base models and heads."""
+
+
+def family_of(model: nn.Module) -> Family | None:
+    """The family of a model that is exactly of a known class, the host's or ours."""
+    kind = HOSTS.get(type(model), type(model))
+    return next((family for family in FAMILIES if kind in family.classes), None)
+
+
+def supported_models() -> str:
+    """The host model classes that can be patched, for messages."""
+    return ", ".join(
+        host.__name__
+        for family in FAMILIES
+        for host, ours in family.classes.items()
+        if issubclass(ours, PosLSHModelMixin)
+    )
+
+
+def check_method(config: Any) -> None:
+    """Checks that a config has a method and that the method fits the model.
+
+    Raises:
+        ValueError: there is none, or it names layers or heads that the model does not have.
+    """
+    if getattr(config, "poslsh", None) is None:
+        raise ValueError(
+            f"{type(config).__name__} has no method (its field 'poslsh' is None). To patch a stock model call "
+            "hf_poslsh.patch_model(model)."
+        )
+    method = method_of(config)
+    if method.layers is not None and method.layers[-1] >= config.num_hidden_layers:
+        raise ValueError(
+            f"layers is {list(method.layers)} but the model has layers 0 to {config.num_hidden_layers - 1}."
+        )
+    bias_from_config(method, config.num_attention_heads)
+
+
+def swap_classes(model: nn.Module, config: Any) -> None:
+    """Makes the base model and the chosen attention layers ours, in place.
+
+    Args:
+        model: a model of a known family, ours or the host's.
+        config: its patched config.
+
+    Raises:
+        ValueError: an attention layer is of an unknown class, or its ``forward`` was replaced; nothing is changed.
+    """
+    family = family_of(model)
+    assert family is not None
+    base = base_of(model)
+    method = method_of(config)
+    swaps: list[tuple[nn.Module, type]] = [(base, family.base)]
+    for index, layer in enumerate(base.layers):
+        attention = layer.self_attn
+        if HOSTS.get(type(attention), type(attention)) not in family.classes:
+            known = HOSTS[family.attention].__name__
+            raise ValueError(
+                f"layer {index} has attention {type(attention).__name__}, supported is exactly {known}; undo what "
+                "replaced it, patch, and apply it again."
+            )
+        if method.layers is None or index in method.layers:
+            swaps.append((attention, family.attention))
+    for module, _ in swaps:
+        _check_forward(module)
+    for module, ours in swaps:
+        set_class(module, ours)
+
+
+def base_of(model: nn.Module) -> Any:
+    """The base model of a known model: itself, or the first child that is one."""
+    for module in model.modules():
+        family = family_of(module)
+        if family is not None and HOSTS.get(type(module), type(module)) is HOSTS[family.base]:
+            return module
+    raise ValueError(f"{type(model).__name__} holds no base model; supported: {supported_models()}.")
+
+
+def set_class(module: nn.Module, new: type) -> None:
+    """Changes a module's class, and the method that an accelerate hook calls in its place."""
+    module.__class__ = new
+    if "_old_forward" in module.__dict__:
+        module._old_forward = new.forward.__get__(module)  # type: ignore[attr-defined, assignment]
+
+
+def _check_forward(module: nn.Module) -> None:
+    hooked = getattr(module.__dict__.get("_old_forward"), "__func__", None) is type(module).forward
+    if "forward" in module.__dict__ and not hooked:
+        raise ValueError(
+            f"the forward of this {type(module).__name__} was replaced on the instance, so that a patch would have "
+            "no effect; patch the model first, then apply what replaced it."
+        )

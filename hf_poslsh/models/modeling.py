@@ -1,0 +1,166 @@
+"""Mixins of the model classes: what all of them refuse, and the base model's forward."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_poslsh.config import PosLSHConfig
+from hf_poslsh.models.compat import CACHE_NAME, key_slots, tokens_seen
+from hf_poslsh.models.configuration import check_attention_name
+from hf_poslsh.models.context import Context, place_tokens
+
+if TYPE_CHECKING:
+    _HostModel = PreTrainedModel
+else:
+    _HostModel = object
+
+
+class PosLSHModelMixin(_HostModel):
+    """Every patched ``PreTrainedModel``, base model or head: it runs attention "poslsh" and nothing else."""
+
+    _supports_flash_attn = False
+    _supports_sdpa = False
+    _supports_flex_attn = False
+    _supports_attention_backend = False
+    _can_compile_fullgraph = False  # the attention itself runs outside compiled graphs
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        from hf_poslsh.models.families import check_method, swap_classes
+
+        check_method(config)
+        super().__init__(config, *args, **kwargs)
+        swap_classes(self, config)
+
+    def _check_and_adjust_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> str:
+        return check_attention_name(attn_implementation)
+
+    def get_correct_attn_implementation(self, requested_attention: Any, *args: Any, **kwargs: Any) -> str:
+        """``"poslsh"``, or an error."""
+        return check_attention_name(requested_attention)
+
+    def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
+        """Refuses everything but ``"poslsh"``."""
+        check_attention_name(attn_implementation)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Does nothing: transformers would copy this package's source files into every checkpoint."""
+
+    def create_masks_for_generate(self, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        """The padding mask itself, where ``generate`` would make masks ahead for a static cache."""
+        return attention_mask
+
+
+class PosLSHBaseModelMixin(PosLSHModelMixin):
+    """A patched base model: it tells the attention layers where the tokens stand."""
+
+    _poslsh_step: int | None = None
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        cache: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The host's forward. ``attention_mask`` is the 2-D padding mask of all tokens, cached ones included."""
+        cache = past_key_values if cache is None else cache
+        tokens = input_ids if input_ids is not None else inputs_embeds
+        if tokens is not None:
+            if kwargs.get("output_attentions", self.config.output_attentions):
+                raise ValueError("output_attentions=True is not supported: the weights are never materialised.")
+            kwargs["poslsh"] = self._context(tokens, attention_mask, position_ids, cache, kwargs)
+        return super().forward(
+            input_ids=input_ids,
+            attention_mask=None,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **{CACHE_NAME: cache},
+            **kwargs,
+        )
+
+    def _context(
+        self,
+        tokens: torch.Tensor,
+        mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        cache: Any,
+        kwargs: dict[str, Any],
+    ) -> Context:
+        queries = tokens.shape[1]
+        seen = 0 if cache is None else tokens_seen(cache)
+        slots_of_layers = key_slots(cache, self.config.num_hidden_layers, queries)
+        ends = [start + length for start, length in slots_of_layers]
+        if not isinstance(seen, torch.Tensor):
+            ends.append(seen + queries)
+        _check_mask(mask, tokens, seen, cache)
+        positions, segments = place_tokens(
+            queries,
+            max(ends),
+            seen,
+            tokens.device,
+            mask,
+            position_ids,
+            kwargs.get("seq_idx"),
+            _sequence_ends(tokens, seen, kwargs),
+        )
+        method = method_of(self.config)
+        return Context(method, positions, segments, seen, slots_of_layers, self._draw_step(method))
+
+    def _draw_step(self, method: PosLSHConfig) -> int | None:
+        if method.resample != "step" or not self.training:
+            return None
+        if self._poslsh_step is None:
+            raise ValueError(
+                "resample='step' needs the number of the training step: call hf_poslsh.set_step(model, step) "
+                "before each, or give the Trainer hf_poslsh.StepCallback()."
+            )
+        return self._poslsh_step
+
+
+def method_of(config: Any) -> PosLSHConfig:
+    """The method that a patched model's config describes."""
+    return PosLSHConfig.from_dict(config.poslsh)
+
+
+def _check_mask(mask: Any, tokens: torch.Tensor, seen: int | torch.Tensor, cache: Any) -> None:
+    if mask is None:
+        return
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
+        kind = f"{mask.ndim}-D tensor" if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise ValueError(
+            f"attention_mask is a {kind}; a patched model takes the 2-D padding mask (batch, tokens) only. Documents "
+            "in one row are told apart by position_ids that restart, by seq_idx or by cu_seq_lens_q."
+        )
+    static = isinstance(seen, torch.Tensor) or (cache is not None and cache.is_compileable)
+    needed = tokens.shape[1] + (0 if isinstance(seen, torch.Tensor) else seen)
+    good = mask.shape[1] >= needed if static else mask.shape[1] == needed
+    if not good or mask.shape[0] not in (1, tokens.shape[0]):
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)}; it must cover the {needed} tokens so far, cached ones "
+            f"included, of {tokens.shape[0]} rows."
+        )
+
+
+def _sequence_ends(tokens: torch.Tensor, seen: int | torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    ends = kwargs.get("cu_seq_lens_q")
+    if ends is None and kwargs.get("cu_seq_lens_k") is not None:
+        raise ValueError("cu_seq_lens_k was given without cu_seq_lens_q; pass both.")
+    if ends is None and kwargs.get("seq_idx") is None:
+        return None
+    if not isinstance(seen, torch.Tensor) and seen > 0:
+        raise ValueError(
+            f"cu_seq_lens_q and seq_idx describe whole rows, but the cache holds {seen} tokens already; "
+            "continue packed rows by position_ids."
+        )
+    if ends is not None and tokens.shape[0] != 1:
+        raise ValueError(f"cu_seq_lens_q goes with one packed row, not with a batch of {tokens.shape[0]}.")
+    return ends

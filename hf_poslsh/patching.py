@@ -1,0 +1,199 @@
+"""patch_model, unpatch_model and the context manager: how a model in memory becomes ours and is given back."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import sys
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+from torch import nn
+from transformers import TrainerCallback
+
+from hf_poslsh.config import PosLSHConfig
+from hf_poslsh.models.attention import ATTENTION_NAME
+from hf_poslsh.models.families import HOSTS, check_method, family_of, set_class, supported_models, swap_classes
+from hf_poslsh.models.modeling import PosLSHBaseModelMixin, PosLSHModelMixin
+
+Model = TypeVar("Model", bound=nn.Module)
+_UNDO = "_poslsh_undo"
+
+
+@dataclasses.dataclass
+class _Undo:
+    """What a patch replaced besides classes."""
+
+    config: Any
+    name_or_path: str
+    model_tags: list[str] | None
+    adapter_bases: dict[str, str | None]
+
+
+def patch_model(model: Model, config: PosLSHConfig | None = None, **fields: Any) -> Model:
+    """Replaces a model's attention by Positional LSH attention, in place.
+
+    Modules stay the same objects with the same names, parameters, buffers and hooks; only their classes change.
+    The model gets a config of its own that describes the method, so that ``save_pretrained`` writes a checkpoint
+    which loads as the patched model or not at all.
+
+    Args:
+        model: a Mistral, Qwen3 or Llama-4 text model of transformers, base model or with a head, or a PEFT model
+            around one. Patch before wrapping (compile, DDP, FSDP, ``Accelerator.prepare``).
+        config: the method; ``PosLSHConfig(**fields)`` if None.
+        **fields: fields of ``PosLSHConfig``, instead of ``config``.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: the model is patched already, is of an unknown class or is wrapped, has an unknown attention
+            class, or the method does not fit it. The model is unchanged then.
+
+    Example:
+        >>> model = patch_model(AutoModelForCausalLM.from_pretrained(name), PosLSHConfig.pretrained())
+    """
+    if config is not None and fields:
+        raise ValueError(f"give a config or fields, not both; got a config and {sorted(fields)}.")
+    method = PosLSHConfig(**fields) if config is None else config
+    if not isinstance(method, PosLSHConfig):
+        raise ValueError(f"config is a {type(method).__name__}; it must be a PosLSHConfig.")
+    target = _unwrap(model)
+    if isinstance(target, PosLSHModelMixin):
+        raise ValueError(f"this {type(target).__name__} is patched already; call unpatch_model(model) first.")
+    family = family_of(target)
+    if family is None:
+        raise ValueError(
+            f"cannot patch a {type(target).__name__}; supported are exactly {supported_models()}. Patch before "
+            "torch.compile, DistributedDataParallel, FSDP or other wrappers."
+        )
+    if any(module.__dict__.get("_compiled_call_impl") for module in target.modules()):
+        raise ValueError(f"this {type(target).__name__} is compiled (model.compile()); patch it first, then compile.")
+
+    host = target.config
+    ours = copy.deepcopy(host)
+    ours.__class__ = family.config
+    ours.poslsh = method.to_dict()
+    ours._attn_implementation = ATTENTION_NAME
+    check_method(ours)
+    swap_classes(target, ours)
+    set_class(target, family.classes.get(type(target), type(target)))
+    _replace_config(model, host, ours)
+
+    adapters = getattr(model, "peft_config", {}) if model is not target else {}
+    undo = _Undo(
+        host,
+        target.name_or_path,
+        copy.copy(getattr(target, "model_tags", None)),
+        {name: adapter.base_model_name_or_path for name, adapter in adapters.items()},
+    )
+    setattr(target, _UNDO, undo)
+    # An adapter that is saved now must not name the original as its base: it would load on the unpatched model.
+    ours._name_or_path = target.name_or_path = f"{ATTENTION_NAME}:{undo.name_or_path}"
+    for adapter in adapters.values():
+        adapter.base_model_name_or_path = target.name_or_path
+    target.add_model_tags([ATTENTION_NAME])
+    return model
+
+
+def unpatch_model(model: Model) -> Model:
+    """Gives the host model back: classes, config and name as they were before ``patch_model``.
+
+    Args:
+        model: a patched model, or a PEFT model around one. A model that was loaded from a patched checkpoint
+            becomes the host's model with the host's default attention.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: the model is not patched.
+    """
+    target = _unwrap(model)
+    if not isinstance(target, PosLSHModelMixin) or type(target) not in HOSTS:
+        raise ValueError(f"this {type(target).__name__} is not patched (or wrapped: unwrap it first).")
+    ours, undo = target.config, target.__dict__.pop(_UNDO, None)
+    wrapper: Any = model
+    for module in list(target.modules()):
+        if type(module) in HOSTS:
+            set_class(module, HOSTS[type(module)])
+    if undo is None:
+        _replace_config(model, ours, _host_config(ours))
+        return model
+    _replace_config(model, ours, undo.config)
+    target.name_or_path = undo.name_or_path
+    target.model_tags = undo.model_tags
+    for name, base in undo.adapter_bases.items():
+        wrapper.peft_config[name].base_model_name_or_path = base
+    return model
+
+
+@contextlib.contextmanager
+def poslsh(model: Model, config: PosLSHConfig | None = None, **fields: Any) -> Iterator[Model]:
+    """Patches ``model`` inside a ``with`` block and restores it at the end, also after an error.
+
+    Args:
+        model: as for ``patch_model``.
+        config: as for ``patch_model``.
+        **fields: as for ``patch_model``.
+
+    Yields:
+        ``model``, patched.
+    """
+    patch_model(model, config, **fields)
+    try:
+        yield model
+    finally:
+        unpatch_model(model)
+
+
+def set_step(model: nn.Module, step: int) -> None:
+    """Tells a model with ``resample="step"`` the number of the coming training step, which keys its draws.
+
+    Args:
+        model: a patched model, wrapped or not.
+        step: the same number for all forwards of one optimizer step, on all ranks; at least 0.
+
+    Raises:
+        ValueError: ``step`` is no such number, or nothing in ``model`` is patched.
+    """
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ValueError(f"step is {step!r}; it must be an integer of at least 0.")
+    bases = [module for module in model.modules() if isinstance(module, PosLSHBaseModelMixin)]
+    if not bases:
+        raise ValueError(f"nothing in this {type(model).__name__} is patched; call patch_model first.")
+    for base in bases:
+        base._poslsh_step = step
+
+
+class StepCallback(TrainerCallback):
+    """Calls ``set_step`` before every step of a ``Trainer``, for ``resample="step"``."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Hands on the Trainer's ``global_step``."""
+        set_step(model, state.global_step)
+
+
+def _unwrap(model: nn.Module) -> Any:
+    if "peft" in sys.modules:
+        from peft import PeftModel
+
+        if isinstance(model, PeftModel):
+            return model.get_base_model()
+    return model
+
+
+def _replace_config(model: nn.Module, old: Any, new: Any) -> None:
+    # The old object may belong to other models too: it is replaced here, never changed.
+    for module in model.modules():
+        if module.__dict__.get("config") is old:
+            module.config = new
+
+
+def _host_config(ours: Any) -> Any:
+    host = copy.deepcopy(ours)
+    host.__class__ = HOSTS[type(ours)]
+    del host.poslsh
+    host._attn_implementation = "sdpa"
+    return host
