@@ -85,7 +85,7 @@ def patch_model(model: Model, config: PosLSHConfig | None = None, **fields: Any)
     undo = _Undo(
         host,
         target.name_or_path,
-        copy.copy(getattr(target, "model_tags", None)),
+        copy.copy(target.__dict__.get("model_tags")),
         {name: adapter.base_model_name_or_path for name, adapter in adapters.items()},
     )
     setattr(target, _UNDO, undo)
@@ -115,15 +115,18 @@ def unpatch_model(model: Model) -> Model:
         raise ValueError(f"this {type(target).__name__} is not patched (or wrapped: unwrap it first).")
     ours, undo = target.config, target.__dict__.pop(_UNDO, None)
     wrapper: Any = model
-    for module in list(target.modules()):
+    for module in target.modules():
         if type(module) in HOSTS:
             set_class(module, HOSTS[type(module)])
+            module.__dict__.pop("_poslsh_step", None)
     if undo is None:
         _replace_config(model, ours, _host_config(ours))
         return model
     _replace_config(model, ours, undo.config)
     target.name_or_path = undo.name_or_path
     target.model_tags = undo.model_tags
+    if undo.model_tags is None:
+        del target.model_tags  # the class has None
     for name, base in undo.adapter_bases.items():
         wrapper.peft_config[name].base_model_name_or_path = base
     return model

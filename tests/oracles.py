@@ -1,0 +1,64 @@
+"""What a patched model must compute, said by the unpatched model under a dense additive mask."""
+
+import numpy as np
+import torch
+
+from hf_poslsh import PositionalHash
+from hf_poslsh.slopes import resolve_sigma
+
+SIGMA = (1.5, 4.0, 9.0, 40.0)
+
+
+class NoRotation(torch.nn.Module):
+    """Stands in for a host's rotary embedding: no rotation at all."""
+
+    def __init__(self, rotary):
+        super().__init__()
+        self.rotary = rotary
+
+    def forward(self, x, position_ids):
+        rotation = self.rotary(x, position_ids)
+        if isinstance(rotation, tuple):
+            return torch.ones_like(rotation[0]), torch.zeros_like(rotation[1])
+        return torch.ones_like(rotation)
+
+
+def dense_logits(model, ids, weights, **kwargs):
+    """Logits of an unpatched model whose layer l multiplies the attention weights by ``weights[l]``.
+
+    ``weights[l]`` is ``(heads or 1, n, n)``, 0 where a key is hidden; every query must see some key.
+    """
+
+    def mask_of(layer):
+        def replace(module, args, kwargs):
+            kwargs["attention_mask"] = torch.as_tensor(weights[layer]).log().float()[None]
+            return args, kwargs
+
+        return replace
+
+    layers = model.model.layers
+    hooks = [
+        layer.self_attn.register_forward_pre_hook(mask_of(index), with_kwargs=True)
+        for index, layer in enumerate(layers)
+    ]
+    try:
+        with torch.no_grad():
+            return model(ids, use_cache=False, **kwargs).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def causal(n):
+    return np.tril(np.ones((1, n, n)))
+
+
+def lsh_weights(config, n, heads=4, layers=2):
+    """The mean masks of a config, from PositionalHash alone, causal, one ``(heads, n, n)`` per layer."""
+    sigma = resolve_sigma(config.sigma, heads)
+    fields = {"seed": config.seed, "sampler": config.sampler, "scope": config.scope}
+    hashes = [PositionalHash.sample(sigma, config.num_samples, layer=layer, **fields) for layer in range(layers)]
+    weights = [hash_.mask_mean(n) for hash_ in hashes]
+    for weight in weights:
+        weight[:, :, : config.sink_tokens] = 1.0
+    return [weight * causal(n) for weight in weights]
