@@ -1,0 +1,203 @@
+"""Checkpoints load as the patched model through every public door, or not at all."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from oracles import SIGMA
+from test_models import LIMITED, logits
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_poslsh import PosLSHConfig, patch_model, poslsh, unpatch_model
+from hf_poslsh.testing import FAMILIES, tiny_model
+
+METHOD = PosLSHConfig(sigma=SIGMA, num_samples=6, layers=[1], rope="drop", sink_tokens=1, seed=4)
+HOST = {"mistral": "MistralForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama4": "Llama4ForCausalLM"}
+IDS = torch.arange(1, 49).reshape(2, 24)
+
+_LOAD = """
+import json, sys, warnings
+import torch
+checkpoints, code, plugin = json.loads(sys.argv[1])
+if plugin:
+    import hf_poslsh
+import transformers
+from transformers import AutoModelForCausalLM
+ids = torch.arange(1, 49).reshape(2, 24)
+answers = {}
+for name, checkpoint in checkpoints.items():
+    try:
+        model = eval(code, {**globals(), "ck": checkpoint, "host": getattr(transformers, name)})
+        with torch.no_grad():
+            answers[name] = model.eval()(ids).logits.tolist()
+    except Exception as error:
+        answers[name] = f"{type(error).__name__}: {error}"
+print("ANSWERS" + json.dumps(answers))
+"""
+
+
+def in_fresh_process(checkpoints, code, plugin):
+    """Logits, or the error, of what ``code`` loads from each checkpoint ``ck``, by the host's class name."""
+    request = json.dumps([{HOST[family]: str(path) for family, path in checkpoints.items()}, code, plugin])
+    done = subprocess.run(
+        [sys.executable, "-c", _LOAD, request], capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
+    )
+    assert "ANSWERS" in done.stdout, done.stderr
+    answers = json.loads(done.stdout.split("ANSWERS")[1])
+    return {family: answers[HOST[family]] for family in checkpoints}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    root = tmp_path_factory.mktemp("checkpoints")
+    for family in FAMILIES:
+        patch_model(tiny_model(family, **LIMITED[family]), METHOD).save_pretrained(root / family)
+    return {family: root / family for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return {family: logits(patch_model(tiny_model(family, **LIMITED[family]), METHOD), IDS) for family in FAMILIES}
+
+
+def check_equal(answers, expected):
+    for family, answer in answers.items():
+        assert isinstance(answer, list), answer
+        assert torch.equal(torch.tensor(answer), expected[family])
+
+
+def check_refused(answers, message):
+    for answer in answers.values():
+        assert isinstance(answer, str)
+        assert message in answer
+
+
+def test_a_fresh_process_with_the_plugin_gives_identical_logits(checkpoints, expected):
+    check_equal(in_fresh_process(checkpoints, "AutoModelForCausalLM.from_pretrained(ck)", True), expected)
+
+
+def test_without_the_plugin_auto_classes_refuse(checkpoints):
+    check_refused(in_fresh_process(checkpoints, "AutoModelForCausalLM.from_pretrained(ck)", False), "Error")
+
+
+def test_trusted_code_loads_the_installed_package(checkpoints, expected):
+    code = "AutoModelForCausalLM.from_pretrained(ck, trust_remote_code=True)"
+    check_equal(in_fresh_process(checkpoints, code, False), expected)
+
+
+def test_trusted_code_names_the_package_where_it_is_missing(checkpoints, tmp_path):
+    code = (
+        "(sys.modules.__setitem__('hf_poslsh', None),"
+        "AutoModelForCausalLM.from_pretrained(ck, trust_remote_code=True))[1]"
+    )
+    for answer in in_fresh_process(checkpoints, code, False).values():
+        assert isinstance(answer, str)
+        assert "hf_poslsh" in answer
+
+
+@pytest.mark.parametrize("plugin", [False, True], ids=["without", "with plugin"])
+@pytest.mark.parametrize("arguments", ["ck", "ck, attn_implementation='sdpa'"], ids=["plain", "sdpa"])
+def test_stock_classes_refuse(checkpoints, plugin, arguments):
+    answers = in_fresh_process(checkpoints, f"host.from_pretrained({arguments})", plugin)
+    check_refused(answers, "poslsh")
+
+
+def test_auto_classes_refuse_another_attention(checkpoints):
+    for path in checkpoints.values():
+        with pytest.raises(ValueError, match="sdpa"):
+            AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa")
+
+
+def test_save_load_save_is_stable(family, checkpoints, tmp_path):
+    AutoModelForCausalLM.from_pretrained(checkpoints[family]).save_pretrained(tmp_path)
+    names = {path.name for path in checkpoints[family].iterdir()}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    for name in names:
+        assert (tmp_path / name).read_bytes() == (checkpoints[family] / name).read_bytes(), name
+
+
+def test_the_host_config_survives(family, checkpoints):
+    host = tiny_model(family, **LIMITED[family]).config.to_dict()
+    loaded = AutoConfig.from_pretrained(checkpoints[family])
+    ours = loaded.to_dict()
+    assert PosLSHConfig.from_dict(ours.pop("poslsh")) == METHOD
+    assert ours.pop("model_type") == f"poslsh_{host.pop('model_type')}"
+    for fields in (host, ours):
+        for name in ("architectures", "_name_or_path", "dtype", "attn_implementation"):
+            fields.pop(name, None)
+    assert ours == host
+
+
+def test_a_loaded_model_can_be_unpatched(family, checkpoints):
+    model = unpatch_model(AutoModelForCausalLM.from_pretrained(checkpoints[family]))
+    host = tiny_model(family, **LIMITED[family])
+    assert type(model) is type(host)
+    assert type(model.config) is type(host.config)
+    assert not hasattr(model.config, "poslsh")
+    assert torch.equal(logits(model, IDS), logits(host, IDS))
+
+
+def test_an_unpatched_model_saves_a_stock_checkpoint(family, tmp_path):
+    model = tiny_model(family)
+    expected = logits(model, IDS)
+    with poslsh(model, METHOD):
+        pass
+    model.save_pretrained(tmp_path)
+    loaded = getattr(transformers, HOST[family]).from_pretrained(tmp_path)
+    assert type(loaded) is type(model)
+    assert torch.equal(logits(loaded, IDS), expected)
+    assert "poslsh" not in (tmp_path / "config.json").read_text()
+
+
+def test_fields_of_a_newer_version_are_refused(family, checkpoints, tmp_path):
+    AutoModelForCausalLM.from_pretrained(checkpoints[family]).save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    content["poslsh"]["novelty"] = 1
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="novelty"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_loading_in_another_dtype_keeps_the_masks(family, checkpoints, expected, dtype):
+    model = AutoModelForCausalLM.from_pretrained(checkpoints[family], dtype=dtype)
+    assert model.dtype is dtype
+    error = (logits(model, IDS).float() - expected[family]).abs().mean()
+    assert error < 0.05 * expected[family].abs().mean()
+
+
+HEADS = [
+    (family, auto)
+    for family in ("mistral", "qwen3")
+    for auto in (
+        "AutoModel",
+        "AutoModelForSequenceClassification",
+        "AutoModelForTokenClassification",
+        "AutoModelForQuestionAnswering",
+    )
+] + [("llama4", "AutoModel")]
+
+
+@pytest.mark.parametrize(("family", "auto"), HEADS)
+def test_every_head_saves_and_loads(family, auto, tmp_path):
+    auto_class = getattr(transformers, auto)
+    config = tiny_model(family, num_labels=3).config
+    torch.manual_seed(0)
+    model = patch_model(auto_class.from_config(config).eval(), sigma=SIGMA)
+    model.save_pretrained(tmp_path)
+    loaded = auto_class.from_pretrained(tmp_path)
+    assert type(loaded) is type(model)
+    with torch.no_grad():
+        assert torch.equal(loaded(IDS)[0], model(IDS)[0])
+    assert json.loads((tmp_path / "config.json").read_text())["auto_map"].keys() == {"AutoConfig", auto}
+
+
+def test_tied_embeddings_stay_tied(family, tmp_path):
+    model = patch_model(tiny_model(family, tie_word_embeddings=True), sigma=SIGMA)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert torch.equal(logits(loaded, IDS), logits(model, IDS))
