@@ -1,0 +1,124 @@
+"""The start of a run, and what a person sees of it: progress, tables and errors, from the main process alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from transformers.utils import logging as transformers_logging
+
+
+def start_run() -> tuple[Accelerator, Console]:
+    """The processes of this run, and the console of the main one; those of the others are silent."""
+    accelerator = Accelerator(
+        cpu=not torch.accelerator.is_available(),  # else processes started without a GPU don't find each other
+        dataloader_config=DataLoaderConfiguration(split_batches=True),
+    )
+    use_all_cores(accelerator)
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("accelerate.utils.other").setLevel(
+        logging.ERROR
+    )  # tied weights are saved once: as it should be
+    return accelerator, Console(quiet=not accelerator.is_main_process, highlight=False, soft_wrap=True)
+
+
+def stop(accelerator: Accelerator, error: Exception) -> NoReturn:
+    """Ends the program with the message of an error of the user's, without a traceback, and exit status 2."""
+    Console(stderr=True, quiet=not accelerator.is_main_process, highlight=False, soft_wrap=True).print(
+        f"[bold red]error:[/] {escape(str(error))}"
+    )
+    raise SystemExit(2)
+
+
+def use_all_cores(accelerator: Accelerator) -> int:
+    """Gives a CPU process its share of the cores, and returns the number of threads.
+
+    ``accelerate launch`` sets OMP_NUM_THREADS to 1 where nothing else was asked for, which halves a two-core
+    machine. A larger OMP_NUM_THREADS, or ``--num_cpu_threads_per_process``, is left as it is.
+    """
+    if accelerator.device.type == "cpu" and os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    return torch.get_num_threads()
+
+
+class Meter:
+    """A running count for ``progress``: ``advance(tokens=..., note=...)``."""
+
+    def __init__(self, console: Console, progress: Progress, title: str, total: int) -> None:
+        self._console, self._progress, self._title, self._total = console, progress, title, total
+        self._done = self._tokens = self._printed = 0
+        self._task = progress.add_task(title, total=total, note="", speed="")
+        self._clock = progress.get_time
+        self._start = self._clock()
+
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
+        return self._clock() - self._start
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Mean since the start."""
+        return self._tokens / max(self.seconds, 1e-9)
+
+    def advance(self, tokens: int, note: str = "", units: int = 1) -> None:
+        """Counts ``units`` of the total and ``tokens`` tokens; ``note`` is shown beside the bar."""
+        self._done, self._tokens = self._done + units, self._tokens + tokens
+        speed = f"{self.tokens_per_second:,.0f} tokens/s"
+        self._progress.update(self._task, advance=units, note=note, speed=speed)
+        tenth = 10 * self._done // self._total
+        if not self._console.is_terminal and tenth > self._printed:  # a log file gets ten lines instead of a bar
+            self._printed = tenth
+            self._console.print(f"{self._title}  {self._done}/{self._total}  {note}  {speed}")
+
+
+@contextmanager
+def progress(console: Console, title: str, total: int) -> Iterator[Meter]:
+    """A progress bar with a note, tokens per second and the time left; ten lines where output is no terminal."""
+    columns = (
+        TextColumn("[bold]{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[note]}"),
+        TextColumn("{task.fields[speed]}"),
+        TimeRemainingColumn(),
+    )
+    bar = Progress(*columns, console=console, disable=console.quiet or not console.is_terminal)
+    with bar:
+        yield Meter(console, bar, title, total)
+
+
+def results_table(arms: Mapping[str, Mapping[str, Any]], title: str) -> Table:
+    """One row per arm: perplexity and accuracy at each length.
+
+    Args:
+        arms: for each arm the ``lengths`` of an evaluation: summaries by length.
+        title: above the table.
+    """
+    table = Table(title=title, title_justify="left")
+    table.add_column("arm")
+    for length in next(iter(arms.values())):
+        table.add_column(f"ppl {length}", justify="right")
+    ks = [key for key in next(iter(next(iter(arms.values())).values())) if key.startswith("top_")]
+    lengths = list(next(iter(arms.values())))
+    for key in ks:
+        name = key.removesuffix("_accuracy").replace("_", "-")
+        for length in (lengths[0], lengths[-1]) if len(lengths) > 1 else lengths:
+            table.add_column(f"{name} {length}", justify="right")
+    for arm, by_length in arms.items():
+        perplexities = [f"{summary['perplexity']:.1f}" for summary in by_length.values()]
+        ends = (lengths[0], lengths[-1]) if len(lengths) > 1 else lengths
+        accuracies = [f"{100 * by_length[length][key]:.1f} %" for key in ks for length in ends]
+        table.add_row(arm, *perplexities, *accuracies)
+    return table

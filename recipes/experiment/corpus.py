@@ -1,0 +1,173 @@
+"""Texts, their tokenizer, and the training sequences cut from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from experiment.files import finish_folder, partial_folder, sha256
+from experiment.settings import RECIPES, DataSettings
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+@dataclass(frozen=True)
+class Text:
+    """One document.
+
+    Args:
+        name: its file's name.
+        content: all of it.
+    """
+
+    name: str
+    content: str
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the UTF-8 bytes: tells whether two evaluations read the same text."""
+        return sha256(self.content.encode())
+
+
+def read_texts(names: Sequence[str], folder: str | Path | None) -> list[Text]:
+    """Reads one document per file.
+
+    Args:
+        names: file names.
+        folder: where they are; None: ``recipes/data``.
+
+    Raises:
+        ValueError: a file is missing, not UTF-8 or empty, or no file is named.
+    """
+    folder = RECIPES / "data" if folder is None else Path(folder)
+    if not names or len(set(names)) != len(names):
+        raise ValueError(f"the texts are {list(names)}; name at least one file, and each once.")
+    texts = []
+    for name in names:
+        try:
+            content = (folder / name).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"cannot read the text {name!r} in {folder}: {error}") from error
+        if not content.strip():
+            raise ValueError(f"the text {name!r} in {folder} is empty.")
+        texts.append(Text(name, content))
+    return texts
+
+
+def read_train_and_held_out(data: DataSettings) -> tuple[list[Text], list[Text]]:
+    """The texts of an experiment.
+
+    Raises:
+        ValueError: a text can't be read, or a held-out text is also trained on, by name or by content.
+    """
+    train, held_out = read_texts(data.train, data.folder), read_texts(data.held_out, data.folder)
+    contents = {text.sha256: text.name for text in train}
+    for text in held_out:
+        if text.sha256 in contents:
+            raise ValueError(
+                f"the held-out text {text.name!r} is also trained on, as {contents[text.sha256]!r}; remove one."
+            )
+    return train, held_out
+
+
+def train_tokenizer(texts: Sequence[Text], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer: every text can be encoded, and decodes to itself.
+
+    Raises:
+        ValueError: the texts are too short for so many entries.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([text.content for text in texts], trainer)
+    if tokenizer.get_vocab_size() != vocab_size:
+        raise ValueError(
+            f"data.vocab_size is {vocab_size}, but the training texts give {tokenizer.get_vocab_size()} entries; "
+            "use a smaller one or more text."
+        )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT)
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Writes the tokenizer's folder in one step."""
+    tokenizer.save_pretrained(partial_folder(folder))
+    finish_folder(folder)
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text]) -> list[np.ndarray]:
+    """Token ids of each document, int64 ``(N_d,)``, without special tokens."""
+    return [
+        np.array(
+            tokenizer(text.content, add_special_tokens=False, return_attention_mask=False, verbose=False)[
+                "input_ids"
+            ],
+            dtype=np.int64,
+        )
+        for text in texts
+    ]
+
+
+class Sequences(torch.utils.data.Dataset):
+    """``count`` training sequences, each a contiguous piece of one document.
+
+    An epoch cuts every document into pieces of ``length`` tokens, beginning at a random token so that what is left
+    over at the two ends differs between epochs, and visits the pieces in random order. Item i depends on
+    (documents, length, seed, i) alone: all arms and all numbers of processes see the same sequences, and a
+    resumed run continues with the ones that were left.
+
+    Args:
+        documents: token ids ``(N_d,)``; those shorter than ``length`` are not used.
+        length: tokens per sequence.
+        count: number of items.
+        seed: of the order and the cuts.
+
+    Raises:
+        ValueError: no document is long enough.
+    """
+
+    def __init__(self, documents: Sequence[np.ndarray], length: int, count: int, seed: int) -> None:
+        self.documents = [document for document in documents if len(document) >= length]
+        if not self.documents:
+            raise ValueError(
+                f"no training text has {length} tokens (the longest has {max(map(len, documents), default=0)}); "
+                "give longer texts or a shorter training.length."
+            )
+        self.length, self.count, self.seed = length, count, seed
+        self.per_epoch = sum(len(document) // length for document in self.documents)
+        self._epoch, self._pieces = -1, np.empty((0, 2), dtype=np.int64)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """``input_ids`` and ``labels``, int64 ``(length,)``; the model shifts the labels."""
+        if not 0 <= index < self.count:
+            raise IndexError(f"sequence {index} of {self.count}")
+        epoch, slot = divmod(index, self.per_epoch)
+        if epoch != self._epoch:
+            self._epoch, self._pieces = epoch, self._cut(epoch)
+        document, start = self._pieces[slot]
+        ids = torch.from_numpy(self.documents[document][start : start + self.length])
+        return {"input_ids": ids, "labels": ids}
+
+    def _cut(self, epoch: int) -> np.ndarray:
+        random = np.random.Generator(np.random.Philox([self.seed, epoch]))
+        pieces = [
+            (index, start)
+            for index, document in enumerate(self.documents)
+            for start in random.integers(0, len(document) % self.length + 1)
+            + self.length * np.arange(len(document) // self.length)
+        ]
+        return random.permutation(np.array(pieces, dtype=np.int64))

@@ -1,0 +1,131 @@
+"""Everything that can be wrong with an experiment, found before its first arm trains."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from accelerate import Accelerator
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from experiment.arms import check_arms, model_config
+from experiment.corpus import Sequences, Text, encode, read_train_and_held_out, save_tokenizer, train_tokenizer
+from experiment.evaluating import plan
+from experiment.files import read_json, write_json
+from experiment.settings import Settings
+
+_FLOAT32, _STATE_COPIES = 4, 6  # a state holds weights and two moments, and for a moment there are two states
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A checked experiment, ready to run.
+
+    Args:
+        settings: what was asked for.
+        output: folder of the results.
+        config: the architecture.
+        tokenizer: saved in ``output / "tokenizer"``.
+        sequences: the training sequences.
+        held_out: the texts to evaluate on.
+    """
+
+    settings: Settings
+    output: Path
+    config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    sequences: Sequences
+    held_out: list[Text]
+
+
+def prepare(settings: Settings, accelerator: Accelerator, resume: bool) -> Experiment:
+    """Checks settings, texts, lengths, arms, output folder and disk; trains the tokenizer.
+
+    Args:
+        settings: the experiment.
+        accelerator: the processes that will run it.
+        resume: continue in an output folder that holds part of the same experiment.
+
+    Raises:
+        ValueError: something does not fit; the message says what and how to mend it.
+    """
+    training, output = settings.training, Path(settings.output_dir)
+    if training.batch_size % accelerator.num_processes:
+        raise ValueError(
+            f"training.batch_size is {training.batch_size}, which {accelerator.num_processes} processes can't share "
+            "equally; choose a multiple."
+        )
+    if not accelerator.use_distributed and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            "several processes were launched, but they don't know of each other; check `accelerate env`."
+        )
+    check_output(settings, output, resume)
+    train, held_out = read_train_and_held_out(settings.data)
+    folder = output / "tokenizer"
+    tokenizer = (
+        PreTrainedTokenizerFast.from_pretrained(folder)
+        if folder.exists()
+        else train_tokenizer(train, settings.data.vocab_size)
+    )
+    documents = encode(tokenizer, train)
+    sequences = Sequences(documents, training.length, training.steps * training.batch_size, settings.seed)
+    plan(settings.evaluation, encode(tokenizer, held_out))
+    config = model_config(settings, tokenizer.eos_token_id)
+    check_disk(settings, check_arms(config, settings), output)
+    accelerator.wait_for_everyone()  # nobody writes before all have looked
+    if accelerator.is_main_process:
+        if not folder.exists():
+            save_tokenizer(tokenizer, folder)
+        write_json(output / "settings.json", settings.to_dict())
+    accelerator.wait_for_everyone()
+    return Experiment(settings, output, config, tokenizer, sequences, held_out)
+
+
+def check_output(settings: Settings, output: Path, resume: bool) -> None:
+    """An output folder is new, or is to be continued with the settings that it was begun with.
+
+    Raises:
+        ValueError: it holds other settings, or results and ``resume`` is false, or can't be written.
+    """
+    recorded = output / "settings.json"
+    if recorded.exists():
+        if not resume:
+            raise ValueError(
+                f"{output} already holds an experiment; pass --resume to continue it, or choose another --output_dir."
+            )
+        before, now = read_json(recorded), settings.to_dict()
+        changed = sorted(key for key in {*before, *now} - {"output_dir"} if before.get(key) != now.get(key))
+        if changed:
+            raise ValueError(
+                f"{output} was begun with other settings ({', '.join(changed)}); --resume needs the same ones. "
+                "Choose another --output_dir."
+            )
+    parent = existing_parent(output)
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ValueError(f"{output} can't be written; choose another --output_dir.")
+
+
+def check_disk(settings: Settings, parameters: int, output: Path) -> None:
+    """Is there room for all checkpoints?
+
+    Raises:
+        ValueError: there is not; the message says how much is needed.
+    """
+    copies = len(settings.arms) + (_STATE_COPIES if settings.training.save_every else 0)
+    needed = copies * parameters * _FLOAT32 + 2**24
+    free = shutil.disk_usage(existing_parent(output)).free
+    if free < needed:
+        raise ValueError(
+            f"{output} needs about {needed >> 20:,} MiB for its checkpoints, but {free >> 20:,} MiB are free; "
+            "make room or choose another --output_dir."
+        )
+
+
+def existing_parent(path: Path) -> Path:
+    """The path itself or the nearest folder above it that exists."""
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path

@@ -1,0 +1,258 @@
+"""The settings of an experiment: dataclasses read from YAML, every key and type checked. Nothing else."""
+
+import dataclasses
+import os
+import types
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
+
+RECIPES = Path(__file__).resolve().parent.parent
+
+
+@strict
+@dataclasses.dataclass
+class DataSettings:
+    """The texts, and the tokenizer that is trained on the training texts.
+
+    Args:
+        train: names of the files to train on; a file is one document.
+        held_out: names of the files to evaluate on, none of them in ``train``.
+        folder: where the files are; relative paths start at the YAML file. None: ``recipes/data``.
+        vocab_size: entries of the byte-level BPE vocabulary.
+    """
+
+    train: list[str]
+    held_out: list[str]
+    folder: str | None = None
+    vocab_size: int = 4096
+
+
+@strict
+@dataclasses.dataclass
+class ModelSettings:
+    """A model with random weights.
+
+    Args:
+        type: the ``model_type`` of transformers, e.g. ``qwen3``, ``mistral``, ``llama4_text``.
+        config: fields of that type's configuration class; the vocabulary is filled in.
+    """
+
+    type: str
+    config: dict[str, Any]
+
+
+@strict
+@dataclasses.dataclass
+class TrainingSettings:
+    """Optimisation, the same for all arms.
+
+    Args:
+        steps: optimiser steps.
+        length: tokens per sequence.
+        batch_size: sequences per step, over all processes.
+        learning_rate: peak of AdamW's learning rate; it follows a cosine to 0.
+        warmup_steps: steps of linear warm-up.
+        weight_decay: AdamW's.
+        max_grad_norm: gradients are clipped to this norm.
+        save_every: steps between checkpoints that ``--resume`` continues from; None: none within an arm.
+    """
+
+    steps: int
+    length: int
+    batch_size: int
+    learning_rate: float
+    warmup_steps: int = 0
+    weight_decay: float = 0.01
+    max_grad_norm: float = 1.0
+    save_every: int | None = None
+
+
+@strict
+@dataclasses.dataclass
+class EvaluationSettings:
+    """The same-target protocol, see ``hf_poslsh.evaluation.same_target_windows``.
+
+    Args:
+        lengths: context lengths in tokens.
+        targets: how many tokens of the held-out texts are scored, the same at every length.
+        targets_per_window: targets per window.
+        top_k: each k for which top-k accuracy is reported.
+        batch_tokens: tokens read at once.
+    """
+
+    lengths: list[int]
+    targets: int = 8192
+    targets_per_window: int = 128
+    top_k: list[int] = dataclasses.field(default_factory=lambda: [1])
+    batch_tokens: int = 8192
+
+
+@strict
+@dataclasses.dataclass
+class ArmSettings:
+    """One of the models to compare.
+
+    Args:
+        name: names the checkpoint's folder and the line in tables and plots.
+        poslsh: fields of ``PosLSHConfig``, or None (``null``) for the original model.
+    """
+
+    name: str
+    poslsh: dict[str, Any] | None
+
+
+@strict
+@dataclasses.dataclass
+class Settings:
+    """A whole experiment.
+
+    Args:
+        name: title of the report.
+        output_dir: where everything goes.
+        seed: of initial weights and batches, the same for all arms.
+        data: see ``DataSettings``.
+        model: see ``ModelSettings``.
+        training: see ``TrainingSettings``.
+        evaluation: see ``EvaluationSettings``.
+        arms: see ``ArmSettings``.
+    """
+
+    name: str
+    output_dir: str
+    data: DataSettings
+    model: ModelSettings
+    training: TrainingSettings
+    evaluation: EvaluationSettings
+    arms: list[ArmSettings]
+    seed: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """All settings as JSON types."""
+        return dataclasses.asdict(self)
+
+
+def load_settings(path: str | Path, overrides: list[str] | None = None) -> Settings:
+    """Reads a YAML file.
+
+    Args:
+        path: the file. A relative ``data.folder`` in it starts at the file's own folder.
+        overrides: ``section.key=value`` each, the value in YAML, in place of what the file says.
+
+    Raises:
+        ValueError: the file is no such YAML, a key is unknown or missing, or a value has the wrong type or range.
+    """
+    try:
+        fields = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"cannot read the config {path}: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"the config {path} holds no mapping; its keys are {_names(Settings)}.")
+    for text in overrides or []:
+        override(fields, text)
+    settings = build(Settings, fields, "")
+    if settings.data.folder is not None:
+        settings.data.folder = os.path.relpath(Path(path).parent / settings.data.folder)
+    _check_ranges(settings)
+    return settings
+
+
+def build(kind: type, fields: Any, where: str) -> Any:
+    """A settings object from a mapping, with nested settings, every key and type checked.
+
+    Args:
+        kind: one of the dataclasses above.
+        fields: what YAML or JSON held.
+        where: the place of the mapping in the whole, for messages: ``"training."``.
+
+    Raises:
+        ValueError: a key is unknown or missing, or a value has the wrong type; the message names it.
+    """
+    place = where.rstrip(".") or "the config"
+    if not isinstance(fields, dict):
+        raise ValueError(f"{place} is {fields!r}; it must be a mapping with the keys {_names(kind)}.")
+    hints = {field.name: field.type for field in dataclasses.fields(kind)}
+    unknown = sorted(str(key) for key in set(fields) - set(hints))
+    if unknown:
+        raise ValueError(f"unknown keys in {place}: {', '.join(unknown)}; the known ones are {_names(kind)}.")
+    required = {f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING}
+    missing = sorted(required - set(fields))
+    if missing:
+        raise ValueError(f"missing keys in {place}: {', '.join(missing)}; the keys are {_names(kind)}.")
+    values = {key: _convert(hints[key], value, f"{where}{key}") for key, value in fields.items()}
+    try:
+        return kind(**values)
+    except StrictDataclassError as error:
+        raise ValueError(f"{place}: {' '.join(str(error).split())}") from error
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return build(hint, value, f"{where}.")
+    inner = get_args(hint)
+    if isinstance(hint, types.GenericAlias) and dataclasses.is_dataclass(inner[0]) and isinstance(value, list):
+        return [build(inner[0], item, f"{where}[{index}].") for index, item in enumerate(value)]
+    if hint is float and isinstance(value, (int, str)) and not isinstance(value, bool):
+        try:
+            return float(value)  # YAML 1.1 reads 2e-3 as text
+        except ValueError:
+            return value
+    return value
+
+
+def _names(kind: type) -> str:
+    return ", ".join(field.name for field in dataclasses.fields(kind))
+
+
+def override(fields: dict[str, Any], text: str) -> None:
+    """Applies ``section.key=value``, the value in YAML, to a nested mapping in place.
+
+    Raises:
+        ValueError: the text has no such form or names no section.
+    """
+    path, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"--set {text!r} has no '='; write --set training.steps=10.")
+    *sections, key = path.split(".")
+    for section in sections:
+        inner = fields.get(section)
+        if not isinstance(inner, dict):
+            raise ValueError(f"--set {text!r}: there is no section {section!r}.")
+        fields = inner
+    try:
+        fields[key] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ValueError(f"--set {text!r}: {value!r} is no YAML value.") from error
+
+
+def _check_ranges(settings: Settings) -> None:
+    training, evaluation = settings.training, settings.evaluation
+    for where, value, low in (
+        ("data.vocab_size", settings.data.vocab_size, 257),
+        ("training.steps", training.steps, 1),
+        ("training.length", training.length, 2),
+        ("training.batch_size", training.batch_size, 1),
+        ("training.learning_rate", training.learning_rate, 0.0),
+        ("training.warmup_steps", training.warmup_steps, 0),
+        ("training.weight_decay", training.weight_decay, 0.0),
+        ("training.max_grad_norm", training.max_grad_norm, 0.0),
+        ("training.save_every", 1 if training.save_every is None else training.save_every, 1),
+        ("evaluation.batch_tokens", evaluation.batch_tokens, 1),
+        ("the smallest of evaluation.top_k", min(evaluation.top_k, default=1), 1),
+        ("seed", settings.seed, 0),
+    ):
+        if not low <= value < float("inf"):
+            raise ValueError(f"{where} is {value}; it must be a finite number of at least {low}.")
+    names = [arm.name for arm in settings.arms]
+    if not names or len(set(names)) != len(names):
+        raise ValueError(f"the arms are named {names}; give at least one, and every one its own name.")
+    reserved = {"tokenizer", "state"}
+    for name in names:
+        plain = name and all(character.isalnum() or character in "-_.+" for character in name)
+        if not plain or name.startswith(".") or name in reserved:
+            raise ValueError(
+                f"arm name {name!r} can't name a folder; use letters, digits and -_.+ (not {', '.join(reserved)})."
+            )

@@ -1,0 +1,420 @@
+"""The parts of the recipes: settings, texts, batches, files, checks before the start, resuming, model card."""
+
+import copy
+import json
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
+
+from experiment import preparing
+from experiment.arms import build_model, check_arms, model_config, poslsh_config
+from experiment.corpus import Sequences, Text, encode, read_texts, read_train_and_held_out, train_tokenizer
+from experiment.files import finish_folder, partial_folder, read_json, write_json, write_text
+from experiment.report import model_card
+from experiment.settings import ArmSettings, DataSettings, TrainingSettings, load_settings
+from experiment.training import latest_state, train
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+SMOKE = RECIPES / "configs" / "smoke.yaml"
+CONFIGS = sorted((RECIPES / "configs").glob("*.yaml"))
+
+
+@pytest.fixture
+def smoke(tmp_path):
+    settings = load_settings(SMOKE)
+    settings.output_dir = str(tmp_path / "out")
+    return settings
+
+
+@pytest.fixture
+def accelerator():
+    return Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
+
+
+# --- settings
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_that_ships_is_valid(path):
+    settings = load_settings(path)
+    read_train_and_held_out(settings.data)
+    check_arms(model_config(settings, 0), settings)
+
+
+def test_demo_has_the_two_arms_and_demo_all_every_baseline():
+    assert {arm.name for arm in load_settings(RECIPES / "configs/demo.yaml").arms} == {"plsh", "rope"}
+    arms = {arm.name: poslsh_config(arm) for arm in load_settings(RECIPES / "configs/demo_all.yaml").arms}
+    assert {None if arm is None else arm.bias for arm in arms.values()} == {
+        "poslsh",
+        None,
+        "alibi",
+        "fixed_blocks",
+        "none",
+    }
+    assert all(arm.rope == "drop" for arm in arms.values() if arm is not None)
+
+
+def test_demo_evaluates_at_lengths_that_its_fixed_blocks_do_not_divide():
+    lengths = load_settings(RECIPES / "configs/demo_all.yaml").evaluation.lengths
+    assert {512, 1024, 2048, 4096} < set(lengths)
+    assert any(length % 32 for length in lengths)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainning.steps=3", "no section 'trainning'"),
+        ("training.stepps=3", "unknown keys in training: stepps; the known ones are steps, length"),
+        ("speed=3", "unknown keys in the config: speed; the known ones are name, output_dir"),
+        ("training={steps: 3}", "missing keys in training: batch_size, learning_rate, length"),
+        ("training=3", "training is 3; it must be a mapping"),
+        ("training.steps=many", "training: .*'steps' expected int, got str"),
+        ("training.steps=0", "training.steps is 0; it must be .* at least 1"),
+        ("training.steps=true", "expected int, got bool"),
+        ("training.learning_rate=fast", "expected float, got str"),
+        ("training.learning_rate=.nan", "learning_rate is nan"),
+        ("evaluation.lengths=[64, x]", "lengths"),
+        ("evaluation.top_k=[0]", "top_k is 0"),
+        ("data.vocab_size=10", "data.vocab_size is 10; it must be .* at least 257"),
+        ("seed=-1", "seed is -1"),
+        ("arms=[]", "give at least one"),
+        ("arms=[{name: a, poslsh: null}, {name: a, poslsh: null}]", "every one its own name"),
+        ("arms=[{name: ../a, poslsh: null}]", "'../a' can't name a folder"),
+        ("arms=[{name: tokenizer, poslsh: null}]", "can't name a folder"),
+        ("arms=[{name: a}]", r"missing keys in arms\[0\]: poslsh"),
+        ("steps", "has no '='"),
+        ("seed=[", "no YAML value"),
+    ],
+)
+def test_wrong_settings_name_the_key_and_what_is_known(override, message):
+    with pytest.raises(ValueError, match=message):
+        load_settings(SMOKE, [override])
+
+
+def test_numbers_in_scientific_notation_are_numbers():
+    settings = load_settings(SMOKE, ["training.learning_rate=2e-3", "training.weight_decay=0"])
+    assert (settings.training.learning_rate, settings.training.weight_decay) == (0.002, 0.0)
+
+
+@pytest.mark.parametrize(("text", "message"), [("a: [", "cannot read"), ("- a", "no mapping"), (None, "cannot read")])
+def test_unreadable_configs_are_refused(tmp_path, text, message):
+    path = tmp_path / "config.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load_settings(path)
+
+
+def test_a_data_folder_starts_at_the_config_file(tmp_path):
+    fields = yaml.safe_load(SMOKE.read_text())
+    fields["data"] = {"train": ["a.txt"], "held_out": ["b.txt"], "folder": "texts"}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(fields))
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/a.txt").write_text("one")
+    (tmp_path / "texts/b.txt").write_text("two")
+    train_texts, held_out = read_train_and_held_out(load_settings(path).data)
+    assert [text.content for text in (*train_texts, *held_out)] == ["one", "two"]
+
+
+# --- texts and tokenizer
+
+
+def test_texts_that_ship_are_small_described_and_whole():
+    files = sorted((RECIPES / "data").glob("*.txt"))
+    assert sum(file.stat().st_size for file in files) < 4_000_000
+    readme = (RECIPES / "data/README.md").read_text()
+    assert all(f"`{file.name}`" in readme for file in files)
+
+
+@pytest.mark.parametrize(
+    ("train_names", "held_out", "message"),
+    [
+        (["a.txt"], ["none.txt"], "cannot read the text 'none.txt'"),
+        (["a.txt"], ["empty.txt"], "'empty.txt' .* is empty"),
+        (["a.txt"], ["latin.txt"], "cannot read the text 'latin.txt'"),
+        ([], ["a.txt"], "name at least one file"),
+        (["a.txt", "a.txt"], ["b.txt"], "each once"),
+        (["a.txt", "b.txt"], ["b.txt"], "held-out text 'b.txt' is also trained on, as 'b.txt'"),
+        (["a.txt"], ["copy-of-a.txt"], "held-out text 'copy-of-a.txt' is also trained on, as 'a.txt'"),
+    ],
+)
+def test_wrong_texts_are_refused(tmp_path, train_names, held_out, message):
+    for name, content in {"a.txt": "one", "b.txt": "two", "copy-of-a.txt": "one", "empty.txt": " \n"}.items():
+        (tmp_path / name).write_text(content)
+    (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
+    with pytest.raises(ValueError, match=message):
+        read_train_and_held_out(DataSettings(train=train_names, held_out=held_out, folder=str(tmp_path)))
+
+
+def test_the_tokenizer_is_lossless_deterministic_and_survives_saving(tmp_path):
+    from transformers import AutoTokenizer
+
+    texts = read_texts(["austen-northanger-abbey.txt"], None)
+    first, second = (train_tokenizer(texts, 600) for _ in range(2))
+    assert first.backend_tokenizer.to_str() == second.backend_tokenizer.to_str()
+    assert len(first) == 600
+    strange = Text("strange", "Grüße,\n\n  naïve\t世界 <|end|>\x00 don't")
+    (ids,) = encode(first, [strange])
+    assert first.decode(ids) == strange.content
+    first.save_pretrained(tmp_path)
+    assert np.array_equal(encode(AutoTokenizer.from_pretrained(tmp_path), texts)[0], encode(first, texts)[0])
+
+
+def test_too_little_text_for_the_vocabulary_is_refused():
+    with pytest.raises(ValueError, match=r"data\.vocab_size is 4096, but the training texts give"):
+        train_tokenizer([Text("short", "a short text")], 4096)
+
+
+# --- training sequences
+
+
+def documents_of(*lengths):
+    """Documents in which every token is its own index, documents apart by 10000."""
+    return [np.arange(length) + 10_000 * index for index, length in enumerate(lengths)]
+
+
+def test_sequences_are_contiguous_pieces_of_one_document():
+    sequences = Sequences(documents_of(103, 57, 9), length=10, count=40, seed=0)
+    assert len(sequences) == 40
+    for item in (sequences[i] for i in range(40)):
+        ids = item["input_ids"]
+        assert torch.equal(ids, ids[0] + torch.arange(10))
+        assert torch.equal(ids, item["labels"])
+
+
+def test_an_epoch_visits_every_piece_once_and_epochs_differ():
+    sequences = Sequences(documents_of(103, 57, 9), length=10, count=60, seed=0)
+    assert sequences.per_epoch == 15
+    epochs = [[int(sequences[15 * epoch + i]["input_ids"][0]) for i in range(15)] for epoch in range(4)]
+    for starts in epochs:
+        tokens = np.concatenate([np.arange(start, start + 10) for start in starts])
+        assert len(set(tokens.tolist())) == 150
+    assert len({tuple(starts) for starts in epochs}) == 4
+    assert len({tuple(sorted(starts)) for starts in epochs}) > 1
+
+
+def test_sequences_depend_on_seed_and_index_alone():
+    torch.manual_seed(0)
+    one = Sequences(documents_of(500), length=8, count=100, seed=3)
+    forward = [one[i]["input_ids"] for i in range(100)]
+    torch.manual_seed(1)
+    other = Sequences(documents_of(500), length=8, count=100, seed=3)
+    assert all(torch.equal(other[i]["input_ids"], forward[i]) for i in reversed(range(100)))
+    different = Sequences(documents_of(500), length=8, count=100, seed=4)
+    assert any(not torch.equal(different[i]["input_ids"], forward[i]) for i in range(100))
+
+
+def test_sequences_longer_than_every_document_are_refused():
+    with pytest.raises(ValueError, match=r"no training text has 200 tokens \(the longest has 103\)"):
+        Sequences(documents_of(103, 57), length=200, count=1, seed=0)
+
+
+# --- models
+
+
+def test_all_arms_begin_with_the_same_weights(smoke):
+    config = model_config(smoke, 0)
+    states = [build_model(config, arm, smoke.seed).state_dict() for arm in smoke.arms]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert not torch.equal(
+        build_model(config, smoke.arms[1], 1).state_dict()["lm_head.weight"], states[1]["lm_head.weight"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"bias": "alibbi"}, "arm 'bad': bias is 'alibbi'"),
+        ({"numsamples": 3}, "arm 'bad': unknown PosLSHConfig fields"),
+        ({"sigma": [1.0, 2.0]}, "arm 'bad': "),
+        ({"layers": [99]}, "arm 'bad': "),
+    ],
+)
+def test_bad_arms_are_found_before_training(smoke, fields, message):
+    smoke.arms.append(ArmSettings(name="bad", poslsh=fields))
+    with pytest.raises(ValueError, match=message):
+        check_arms(model_config(smoke, 0), smoke)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.type=qwen33", "model.type is 'qwen33'"),
+        ("model.config.hiden_size=3", "unknown keys in model.config: hiden_size; qwen3 knows .*hidden_size"),
+        ("model.config.hidden_size=wide", "does not make a qwen3 configuration"),
+        ("model.config.max_position_embeddings=100", "length 128 exceeds"),
+    ],
+)
+def test_bad_architectures_are_found_before_training(override, message):
+    with pytest.raises(ValueError, match=message):
+        model_config(load_settings(SMOKE, [override]), 0)
+
+
+# --- checks before the start
+
+
+def test_prepare_writes_nothing_unless_everything_fits(smoke, accelerator, monkeypatch):
+    def refused(message):
+        with pytest.raises(ValueError, match=message):
+            preparing.prepare(smoke, accelerator, resume=False)
+        assert not Path(smoke.output_dir).exists()
+
+    smoke.evaluation.lengths = [64, 10_000_000]
+    refused("length 10000000 needs 10000001")
+    smoke.evaluation.lengths = [64]
+    smoke.training.length = 10_000_000
+    refused("no training text has 10000000 tokens")
+    smoke.training.length = 64
+    smoke.arms.append(ArmSettings(name="bad", poslsh={"sigma": 0}))
+    refused("arm 'bad': sigma is 0")
+    smoke.arms.pop()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
+    refused("MiB for its checkpoints, but 1 MiB are free")
+
+
+def test_an_output_folder_is_continued_only_on_request_and_with_the_same_settings(smoke, accelerator):
+    output = Path(smoke.output_dir)
+    preparing.prepare(smoke, accelerator, resume=True)
+    with pytest.raises(ValueError, match="already holds an experiment; pass --resume"):
+        preparing.check_output(smoke, output, resume=False)
+    preparing.check_output(smoke, output, resume=True)
+    changed = copy.deepcopy(smoke)
+    changed.training.steps += 1
+    with pytest.raises(ValueError, match=r"other settings \(training\)"):
+        preparing.check_output(changed, output, resume=True)
+    (output / "settings.json").write_text("{")
+    with pytest.raises(ValueError, match="cannot read"):
+        preparing.check_output(smoke, output, resume=True)
+
+
+def test_a_batch_that_the_processes_cannot_share_is_refused(smoke):
+    with pytest.raises(ValueError, match="batch_size is 4, which 3 processes can't share"):
+        preparing.prepare(smoke, SimpleNamespace(num_processes=3, use_distributed=True), resume=False)
+
+
+def test_processes_that_do_not_know_of_each_other_are_refused(smoke, accelerator, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="several processes were launched"):
+        preparing.prepare(smoke, accelerator, resume=False)
+
+
+# --- files
+
+
+def test_files_are_replaced_in_one_step(tmp_path):
+    write_text(tmp_path / "a/b.txt", "one")
+    write_text(tmp_path / "a/b.txt", "two")
+    assert (tmp_path / "a/b.txt").read_text() == "two"
+    write_json(tmp_path / "c.json", {"x": [1, 2.5]})
+    with pytest.raises(ValueError, match="JSON"):
+        write_json(tmp_path / "c.json", {"x": float("nan")})
+    assert read_json(tmp_path / "c.json") == {"x": [1, 2.5]}
+    for content in ("new", "newer"):
+        write_text(partial_folder(tmp_path / "folder") / "file", content)
+        finish_folder(tmp_path / "folder")
+        assert (tmp_path / "folder/file").read_text() == content
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "c.json", "folder"]
+
+
+# --- resuming within an arm
+
+
+def test_an_interrupted_run_continues_as_if_it_had_not_been(smoke, tmp_path):
+    config = model_config(smoke, 0)
+    sequences = Sequences(documents_of(400), length=16, count=40, seed=0)
+    sequences.documents = [document % 512 for document in sequences.documents]
+    settings = TrainingSettings(steps=10, length=16, batch_size=4, learning_rate=0.01, warmup_steps=2, save_every=4)
+
+    def run(states, on_step=None):
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
+        model = build_model(config, smoke.arms[0], 0)
+        try:
+            return train(accelerator, Console(quiet=True), "t", model, sequences, settings, states, on_step)
+        finally:
+            accelerator.free_memory()
+
+    whole, report = run(tmp_path / "whole")
+    assert report["steps"] == 10
+    assert report["tokens"] == 640
+
+    def interrupt(model, step):
+        if step == 6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "states", interrupt)
+    assert latest_state(tmp_path / "states") == 4
+    steps = []
+    continued, report_again = run(tmp_path / "states", lambda model, step: steps.append(step))
+    assert steps == [4, 5, 6, 7, 8, 9]
+    assert [path.name for path in (tmp_path / "states").iterdir()] == ["8"]
+    assert report_again["final_loss"] == report["final_loss"]
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(parameter, continued.get_parameter(name)), name
+
+
+def test_training_stops_when_the_loss_is_not_finite(smoke, tmp_path, accelerator):
+    model = build_model(model_config(smoke, 0), smoke.arms[1], 0)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("nan"))
+    sequences = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 4
+    settings = TrainingSettings(steps=2, length=8, batch_size=2, learning_rate=0.01)
+    with pytest.raises(FloatingPointError, match="the loss is nan at step 1"):
+        train(accelerator, Console(quiet=True), "t", model, sequences, settings, tmp_path)
+
+
+# --- model card
+
+
+def test_the_card_holds_every_number_and_valid_metadata():
+    def summary(perplexity):
+        return {"perplexity": perplexity, "loss": 1.0, "top_1_accuracy": 0.25, "tokens_scored": 8, "context": [1, 2]}
+
+    training = {
+        "parameters": 10,
+        "steps": 1,
+        "tokens": 64,
+        "final_loss": 5.0,
+        "seconds": 1.0,
+        "tokens_per_second": 64.0,
+    }
+    results = {
+        "name": "an experiment",
+        "seed": 7,
+        "versions": {"torch": "2"},
+        "protocol": {
+            "name": "same-targets",
+            "tokens_scored": 8,
+            "targets_per_window": 4,
+            "texts": [{"name": "novel.txt", "sha256": "0", "tokens": 99}],
+        },
+        "settings": load_settings(SMOKE).to_dict(),
+        "arms": {
+            "plsh": {"poslsh": {"rope": "drop"}, "training": training, "lengths": {"64": summary(131.25)}},
+            "rope": {"poslsh": None, "training": training, "lengths": {"64": summary(188.04)}},
+        },
+    }
+    card = model_card(json.loads(json.dumps(results)))
+    assert "| arm | 64 |\n|---|---:|\n| plsh | 131.2 |\n| rope | 188.0 |\n" in card.content
+    assert "| plsh | 25.00 |" in card.content
+    assert "seed (7)" in card.content
+    assert "between L - 3 and L tokens" in card.content
+    assert card.data.library_name == "transformers"
+    metrics = [(result.metric_type, result.metric_value, result.metric_name) for result in card.data.eval_results]
+    assert ("perplexity", 131.25, "Perplexity at 64 tokens, plsh") in metrics
+    assert ("accuracy", 0.25, "Top-1 accuracy at 64 tokens, rope") in metrics
+    assert "{{" not in card.content
+    assert "{%" not in card.content

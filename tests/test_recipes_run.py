@@ -1,0 +1,207 @@
+"""The recipes as they are started: accelerate launch in a subprocess, on a config of seconds."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+SMOKE = "recipes/configs/smoke.yaml"
+TWO_PROCESSES = ["--config_file", "recipes/accelerate/cpu_2_processes.yaml", "--main_process_port", "0"]
+
+
+def python(*arguments, timeout=300):
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+
+
+def launch(*arguments):
+    done = python("-m", "accelerate.commands.launch", *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def strictly_parsed(path):
+    def refuse(constant):
+        raise AssertionError(f"{constant} in {path}")
+
+    return json.loads(path.read_text(), parse_constant=refuse)
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recipes") / "smoke"
+    done = launch("recipes/train.py", "--config", SMOKE, "--output_dir", folder)
+    assert "train plsh  10/10  loss" in done.stdout
+    assert "tokens/s" in done.stdout
+    return folder
+
+
+def test_it_leaves_checkpoints_results_plot_and_card_and_nothing_else(output):
+    assert sorted(path.name for path in output.iterdir()) == [
+        "README.md",
+        "perplexity.png",
+        "plsh",
+        "results.json",
+        "rope",
+        "settings.json",
+        "tokenizer",
+    ]
+    for arm in ("plsh", "rope"):
+        names = {path.name for path in (output / arm).iterdir()}
+        assert {"config.json", "model.safetensors", "tokenizer.json", "recipe.json", "evaluation.json"} <= names
+    assert (output / "perplexity.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_results_are_complete_and_consistent(output):
+    results = strictly_parsed(output / "results.json")
+    assert set(results) == {"name", "seed", "versions", "protocol", "arms", "settings"}
+    assert {"python", "hf_poslsh", "torch", "transformers", "accelerate", "device"} <= set(results["versions"])
+    assert results["protocol"]["name"] == "same-targets"
+    assert results["protocol"]["tokens_scored"] == 320
+    assert results["protocol"]["texts"][0]["name"] == "austen-northanger-abbey.txt"
+    assert results["settings"]["evaluation"]["lengths"] == [64, 100, 128]
+    assert list(results["arms"]) == ["plsh", "rope"]
+    assert results["arms"]["rope"]["poslsh"] is None
+    for arm in results["arms"].values():
+        assert arm["training"]["tokens"] == 10 * 4 * 64
+        assert list(arm["lengths"]) == ["64", "100", "128"]
+        for length, summary in arm["lengths"].items():
+            assert summary["tokens_scored"] == 320
+            assert summary["context"] == [int(length) - 31, int(length)]
+            assert 100 < summary["perplexity"] < 512
+            assert 0 <= summary["top_1_accuracy"] <= summary["top_10_accuracy"] <= 1
+    assert results["arms"]["plsh"]["lengths"] != results["arms"]["rope"]["lengths"]
+
+
+def test_the_card_shows_the_numbers_of_the_results(output):
+    card = (output / "README.md").read_text()
+    for name, arm in strictly_parsed(output / "results.json")["arms"].items():
+        row = " | ".join(f"{summary['perplexity']:.1f}" for summary in arm["lengths"].values())
+        assert f"| {name} | {row} |" in card
+
+
+@pytest.mark.parametrize("arm", ["plsh", "rope"])
+def test_evaluating_a_checkpoint_again_gives_the_same_numbers(output, tmp_path, arm):
+    launch("recipes/evaluate.py", output / arm, "--output", tmp_path / "again.json")
+    again, results = strictly_parsed(tmp_path / "again.json"), strictly_parsed(output / "results.json")
+    assert again["lengths"] == results["arms"][arm]["lengths"]
+    assert again["protocol"] == results["protocol"]
+
+
+def test_two_processes_train_and_evaluate_as_one_does(output, tmp_path):
+    folder = tmp_path / "two"
+    launch(*TWO_PROCESSES, "recipes/train.py", "--config", SMOKE, "--output_dir", folder)
+    one, two = (strictly_parsed(path / "results.json") for path in (output, folder))
+    assert two["protocol"] == one["protocol"]
+    for name, arm in two["arms"].items():
+        assert arm["training"]["processes"] == 2
+        assert arm["training"]["tokens"] == one["arms"][name]["training"]["tokens"]
+        assert arm["training"]["final_loss"] == pytest.approx(one["arms"][name]["training"]["final_loss"], rel=1e-4)
+        for length, summary in arm["lengths"].items():
+            assert summary["loss"] == pytest.approx(one["arms"][name]["lengths"][length]["loss"], rel=1e-4)
+
+
+def test_finished_arms_are_skipped_and_missing_ones_are_made(output, tmp_path):
+    folder = tmp_path / "partly"
+    shutil.copytree(output, folder)
+    for path in (folder / "rope", folder / "plsh/evaluation.json", folder / "results.json"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    done = launch("recipes/train.py", "--config", SMOKE, "--output_dir", folder, "--resume")
+    assert "train rope" in done.stdout
+    assert "train plsh" not in done.stdout
+    before, after = (strictly_parsed(path / "results.json")["arms"] for path in (output, folder))
+    assert after["plsh"] == before["plsh"]
+    assert after["rope"]["lengths"] == before["rope"]["lengths"]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.stepps=3", "error: unknown keys in training: stepps; the known ones are steps, length,"),
+        ("arms=[{name: a, poslsh: null}, {name: b, poslsh: {bias: alibbi}}]", "error: arm 'b': bias is 'alibbi'"),
+    ],
+)
+def test_a_bad_config_ends_with_one_clear_line_before_any_training(tmp_path, override, message):
+    done = python("recipes/train.py", "--config", SMOKE, "--output_dir", tmp_path / "out", "--set", override)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+    assert "train" not in done.stdout
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_bad_config_fails_under_the_launcher_too(tmp_path):
+    bad = ("--output_dir", tmp_path / "out", "--set", "speed=3")
+    done = python("-m", "accelerate.commands.launch", "--quiet", "recipes/train.py", "--config", SMOKE, *bad)
+    assert done.returncode != 0
+    assert done.stderr.splitlines()[-1].startswith("error: unknown keys in the config: speed;")
+    assert "Traceback" not in done.stderr
+
+
+def test_evaluation_on_another_text_must_be_asked_for(output, tmp_path):
+    (tmp_path / "austen-northanger-abbey.txt").write_text("It was a dark and stormy night. " * 200)
+    wrong = python("recipes/evaluate.py", output / "rope", "--data_dir", tmp_path)
+    assert wrong.returncode == 2
+    assert "is not the text this checkpoint was evaluated on" in wrong.stderr
+    assert "Traceback" not in wrong.stderr
+    launch(
+        "recipes/evaluate.py",
+        output / "rope",
+        *("--data_dir", tmp_path, "--text", "austen-northanger-abbey.txt"),
+        *("--set", "lengths=[32,48]", "--set", "targets_per_window=16", "--set", "targets=64"),
+        *("--output", tmp_path / "other.json"),
+    )
+    other = strictly_parsed(tmp_path / "other.json")
+    assert list(other["lengths"]) == ["32", "48"]
+    assert other["protocol"]["tokens_scored"] == 64
+
+
+UNEVEN = """
+import sys
+sys.path.insert(0, "recipes")
+from experiment.arms import build_model, model_config
+from experiment.console import start_run
+from experiment.settings import TrainingSettings, load_settings
+from experiment.training import train
+from pathlib import Path
+import torch
+
+accelerator, console = start_run()
+settings = load_settings("recipes/configs/smoke.yaml")
+model = build_model(model_config(settings, 0), settings.arms[0], 0)
+random = torch.Generator().manual_seed(0)
+items = []
+for index in range(12):
+    ids = torch.randint(0, 512, (24,), generator=random)
+    labels = ids.clone()
+    labels[: (20 if index % 4 < 2 else 1)] = -100
+    items.append({"input_ids": ids, "labels": labels})
+# Plain steps without Adam's division keep the size of a gradient visible.
+torch.optim.AdamW = lambda parameters, lr, weight_decay: torch.optim.SGD(parameters, lr=lr)
+training = TrainingSettings(steps=3, length=24, batch_size=4, learning_rate=0.5, max_grad_norm=1e9)
+model, report = train(accelerator, console, "t", model, items, training, Path(sys.argv[1]).parent / "states")
+if accelerator.is_main_process:
+    state = accelerator.unwrap_model(model).state_dict()
+    torch.save([accelerator.num_processes, report["final_loss"], state], sys.argv[1])
+"""
+
+
+def test_the_loss_weights_tokens_not_processes(tmp_path):
+    script = tmp_path / "uneven.py"
+    script.write_text(UNEVEN)
+    launch(script, tmp_path / "one.pt")
+    launch(*TWO_PROCESSES, script, tmp_path / "two.pt")
+    (processes_1, loss_1, state_1), (processes_2, loss_2, state_2) = (
+        torch.load(tmp_path / name) for name in ("one.pt", "two.pt")
+    )
+    assert (processes_1, processes_2) == (1, 2)
+    assert loss_2 == pytest.approx(loss_1, rel=1e-5)
+    for name, tensor in state_1.items():
+        assert torch.allclose(tensor, state_2[name], atol=1e-5), name
