@@ -2,6 +2,7 @@
 
 __version__ = "0.1.0"
 
+from hf_poslsh.adapters import load_adapter
 from hf_poslsh.config import PosLSHConfig
 from hf_poslsh.hashing import PositionalHash
 from hf_poslsh.ops.functional import positional_lsh_attention
@@ -13,6 +14,7 @@ __all__ = [
     "PositionalHash",
     "StepCallback",
     "alibi_slopes",
+    "load_adapter",
     "patch_model",
     "positional_lsh_attention",
     "poslsh",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import json
 import sys
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -26,6 +27,7 @@ class _Undo:
     """What a patch replaced besides classes."""
 
     config: Any
+    patched_fields: dict[str, Any]
     name_or_path: str
     model_tags: list[str] | None
     adapter_bases: dict[str, str | None]
@@ -84,13 +86,15 @@ def patch_model(model: Model, config: PosLSHConfig | None = None, **fields: Any)
     adapters = getattr(model, "peft_config", {}) if model is not target else {}
     undo = _Undo(
         host,
+        {},
         target.name_or_path,
         copy.copy(target.__dict__.get("model_tags")),
         {name: adapter.base_model_name_or_path for name, adapter in adapters.items()},
     )
     setattr(target, _UNDO, undo)
     # An adapter that is saved now must not name the original as its base: it would load on the unpatched model.
-    ours._name_or_path = target.name_or_path = f"{ATTENTION_NAME}:{undo.name_or_path}"
+    ours._name_or_path = target.name_or_path = _marked_name(undo.name_or_path, method)
+    undo.patched_fields = copy.deepcopy(vars(ours))
     for adapter in adapters.values():
         adapter.base_model_name_or_path = target.name_or_path
     target.add_model_tags([ATTENTION_NAME])
@@ -99,6 +103,8 @@ def patch_model(model: Model, config: PosLSHConfig | None = None, **fields: Any)
 
 def unpatch_model(model: Model) -> Model:
     """Gives the host model back: classes, config and name as they were before ``patch_model``.
+
+    What was changed in the patched model's config meanwhile, such as the vocabulary size, is kept.
 
     Args:
         model: a patched model, or a PEFT model around one. A model that was loaded from a patched checkpoint
@@ -122,7 +128,7 @@ def unpatch_model(model: Model) -> Model:
     if undo is None:
         _replace_config(model, ours, _host_config(ours))
         return model
-    _replace_config(model, ours, undo.config)
+    _replace_config(model, ours, _with_changes(undo, ours))
     target.name_or_path = undo.name_or_path
     target.model_tags = undo.model_tags
     if undo.model_tags is None:
@@ -178,6 +184,18 @@ class StepCallback(TrainerCallback):
         set_step(model, state.global_step)
 
 
+def _marked_name(name: str, method: PosLSHConfig) -> str:
+    return f"{ATTENTION_NAME}:{name}#{json.dumps(method.to_dict())}"
+
+
+def split_marked_name(name: str) -> tuple[str, PosLSHConfig] | None:
+    """The original's name and the method from the name of a model that was patched in memory; None for others."""
+    if not name.startswith(f"{ATTENTION_NAME}:"):
+        return None
+    original, _, method = name.removeprefix(f"{ATTENTION_NAME}:").partition("#{")
+    return original, PosLSHConfig.from_dict(json.loads("{" + method))
+
+
 def _unwrap(model: nn.Module) -> Any:
     if "peft" in sys.modules:
         from peft import PeftModel
@@ -192,6 +210,16 @@ def _replace_config(model: nn.Module, old: Any, new: Any) -> None:
     for module in model.modules():
         if module.__dict__.get("config") is old:
             module.config = new
+
+
+def _with_changes(undo: _Undo, ours: Any) -> Any:
+    missing = object()
+    changes = {name: value for name, value in vars(ours).items() if undo.patched_fields.get(name, missing) != value}
+    if not changes:
+        return undo.config
+    config = copy.deepcopy(undo.config)
+    vars(config).update(changes)
+    return config
 
 
 def _host_config(ours: Any) -> Any:

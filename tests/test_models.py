@@ -176,6 +176,7 @@ def packing(form):
     cu_seq_lens = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 10, "max_length_k": 10}
     return {
         "position_ids": {"position_ids": positions},
+        "position_ids from 2": {"position_ids": positions + 2},
         "position_ids and ones": {"position_ids": positions, "attention_mask": torch.ones(1, 24)},
         "cu_seq_lens": cu_seq_lens,
         "seq_idx": {"seq_idx": documents},
@@ -183,7 +184,9 @@ def packing(form):
     }[form]
 
 
-@pytest.mark.parametrize("form", ["position_ids", "position_ids and ones", "cu_seq_lens", "seq_idx", "all"])
+@pytest.mark.parametrize(
+    "form", ["position_ids", "position_ids from 2", "position_ids and ones", "cu_seq_lens", "seq_idx", "all"]
+)
 @pytest.mark.parametrize("layers", [None, [1]], ids=["all", "hybrid"])
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 def test_packed_documents_equal_single_rows(family, form, layers, train):
@@ -192,7 +195,7 @@ def test_packed_documents_equal_single_rows(family, form, layers, train):
     out = logits(model, row, **packing(form))
     for part, document in zip(out[0].split(DOCUMENTS), row[0].split(DOCUMENTS), strict=True):
         torch.testing.assert_close(part, logits(model, document[None])[0], **CLOSE)
-    row[0, :7] = 50
+    row[0, :7] = 50  # other text in the first document
     assert torch.equal(logits(model, row, **packing(form))[0, 7:], out[0, 7:])
 
 

@@ -127,6 +127,8 @@ def poslsh_attention(
             f"attention_dropout is {dropout} in training, which attention 'poslsh' does not have; "
             "load the model with attention_dropout=0.0."
         )
+    # Autocast computes the projections in half precision but leaves rotated queries and keys in float32.
+    query, key = query.to(value.dtype), key.to(value.dtype)
     method = context.method
     bias = bias_from_config(method, query.shape[1], layer, context.step)
     out, _ = biased_attention(query, key, value, bias, layout, scaling, method.estimator, method.impl)

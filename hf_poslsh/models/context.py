@@ -62,8 +62,8 @@ def place_tokens(
     """Positions and segments of all slots, cached ones included.
 
     A document starts where ``position_ids`` fall or repeat, where ``sequence_ids`` change, or where
-    ``sequence_ends`` says. Cached tokens have no position ids any more: the first id of this forward tells how far
-    back its document reaches, and what lies before that is hidden.
+    ``sequence_ends`` says. Cached tokens have no position ids any more: the first id of this forward, counted from
+    0, tells how far back its document reaches, and what lies before that is hidden.
 
     Args:
         queries: number of tokens in this forward.
@@ -93,10 +93,15 @@ def place_tokens(
 
     starts = []
     if position_ids is not None:
-        start = (query_rank - position_ids.to(device)).clamp_min(0)
-        # Padding has arbitrary position ids; it must not look like a border.
-        first = torch.where(query_exists, start, slots).amin(-1, keepdim=True)
-        starts.append(torch.where(query_exists, start, first))
+        lag = query_rank - position_ids.to(device)
+        if padding_mask is not None:
+            # Padding has arbitrary position ids: it takes the lag of the real token before it, or else after it.
+            index = torch.arange(queries, device=device)
+            first = query_exists.long().argmax(-1, keepdim=True)
+            real_before = torch.where(query_exists, index, 0).cummax(-1).values
+            lag = lag.gather(1, torch.maximum(real_before, first))
+        restarts = torch.nn.functional.pad(lag[:, 1:] > lag[:, :-1], (1, 0))
+        starts.append(torch.where(restarts, before, lag[:, :1].clamp_min(0)))
     if sequence_ids is not None:
         ids = sequence_ids.to(device)
         changes = torch.nn.functional.pad(ids[:, 1:] != ids[:, :-1], (1, 0))
