@@ -37,14 +37,13 @@ def plot_perplexity_by_length(
     for index, (arm, curve) in enumerate(curves.items()):
         lengths = sorted(curve)
         axes.plot(lengths, [curve[n] for n in lengths], marker=markers[index % len(markers)], label=arm)
-    ticks = sorted({length for curve in curves.values() for length in curve})
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
+    ticks = sorted({length for curve in curves.values() for length in curve})
     axes.set_xticks(ticks, [str(length) for length in ticks])
     axes.minorticks_off()
-    low, high = axes.get_ylim()
-    steps = [low * (high / low) ** (step / 5) for step in range(6)]
-    axes.set_yticks(steps, [f"{value:.4g}" for value in steps])
+    values = [value for curve in curves.values() for value in curve.values()]
+    if max(values) > 5 * min(values):
+        axes.set_yscale("log")
     if training_length is not None:
         axes.axvline(training_length, color="0.6", linestyle="--", linewidth=1, label="training length")
     axes.set_xlabel("context length (tokens)")
