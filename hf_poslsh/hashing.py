@@ -21,28 +21,31 @@ MAX_WIDTH = 2.0**52  # positions; one bin for everything
 _GRID = 2.0**32  # unit draws are rounded to this grid, so that a libm's last bit never moves a bin
 
 
+@njit(cache=True, nogil=True, inline="always")
+def _bin_start(index, width, shift):
+    """First integer p with floor((p + shift) / width) >= index, by the very arithmetic of that formula."""
+    edge = index * width - shift
+    start = np.int64(math.ceil(edge))
+    # Rounding moves the edge by less than 1e-6 positions below 2**31: only an edge that near to an integer needs
+    # the formula itself to tell on which side the integer lies.
+    if abs(edge - np.rint(edge)) < 1e-5:
+        while math.floor((start - 1 + shift) / width) >= index:
+            start -= 1
+        while math.floor((start + shift) / width) < index:
+            start += 1
+    return start
+
+
 @njit(cache=True, nogil=True)
 def first_in_bin(position, width, shift):
-    """First position p >= 0 with floor((p + shift) / width) equal to that of ``position``."""
-    index = math.floor((position + shift) / width)
-    first = np.int64(math.ceil(index * width - shift))
-    while math.floor((first - 1 + shift) / width) >= index:
-        first -= 1
-    while math.floor((first + shift) / width) < index:
-        first += 1
-    return max(first, np.int64(0))
+    """First position p >= 0 with floor((p + shift) / width) equal to that of ``position`` (below 2**31)."""
+    return max(_bin_start(math.floor((position + shift) / width), width, shift), np.int64(0))
 
 
 @njit(cache=True, nogil=True)
 def last_in_bin(position, width, shift):
-    """Last position p with floor((p + shift) / width) equal to that of ``position``."""
-    index = math.floor((position + shift) / width)
-    last = np.int64(math.ceil((index + 1) * width - shift)) - 1
-    while math.floor((last + shift) / width) > index:
-        last -= 1
-    while math.floor((last + 1 + shift) / width) <= index:
-        last += 1
-    return last
+    """Last position p with floor((p + shift) / width) equal to that of ``position`` (below 2**31)."""
+    return _bin_start(math.floor((position + shift) / width) + 1, width, shift) - 1
 
 
 @njit(cache=True, nogil=True)
@@ -240,6 +243,7 @@ def _on_grid(widths: np.ndarray) -> np.ndarray:
 
 def _checked_positions(positions: Sequence[int] | np.ndarray) -> np.ndarray:
     array = np.asarray(positions)
-    if array.ndim != 1 or (array.size and (not np.issubdtype(array.dtype, np.integer) or array.min() < 0)):
-        raise ValueError("positions must be a one-dimensional list of integers of at least 0.")
+    good = array.ndim == 1 and (array.size == 0 or np.issubdtype(array.dtype, np.integer))
+    if not good or (array.size and not (array.min() >= 0 and array.max() < 2**31)):
+        raise ValueError("positions must be a one-dimensional list of integers from 0 to 2**31 - 1.")
     return array.astype(np.int64)

@@ -17,12 +17,13 @@ import numpy as np
 from numba import njit
 
 from hf_poslsh.hashing import first_in_bin, last_in_bin
-from hf_poslsh.ops._simd import BLOCK, ROWS, address, exp2, fetch_add, multiply, multiply_add
+from hf_poslsh.ops._simd import BLOCK, LANES, ROWS, address, fetch_add, largest, multiply, multiply_add, weigh
 from hf_poslsh.ops._tokens import first_key, host_interval, last_seen
 
 STRIP = 32  # query rows that share one read of the keys
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
+PAD = -3e38  # a score that weighs nothing
 _FAST = {"reassoc", "contract", "nsz"}  # sums may be reordered; NaN and inf keep their meaning
 
 _jit = njit(nogil=True, cache=True)
@@ -37,18 +38,21 @@ _up = njit(nogil=True, cache=True, inline="always")(_up)
 
 @njit(nogil=True, cache=True, fastmath=_FAST)
 def _add(count, start, end, amount):
-    for j in range(max(start, 0), min(end, count.size)):
+    for j in range(np.uint64(max(start, 0)), np.uint64(min(max(end, 0), count.size))):
         count[j] += amount
 
 
 @_jit
-def _enter_bins(position, keys, key_positions, widths, shifts, bins, count, base):
+def _enter_bins(position, keys, key_positions, widths, shifts, bins, seen, count, base):
     """Moves every hash whose bin ended on to the bin of ``position``; the interval of keys in any bin.
 
-    ``bins`` is int64 ``(3, s)``: first and end compact key of the current bin, and its last position.
+    ``bins`` is int64 ``(3, s)``: first and end compact key of the current bin, and its last position. ``seen``
+    is int64 ``(3,)``: the interval of keys in any bin, and the position at which the first bin ends.
     """
+    if position <= seen[2]:
+        return seen[0], seen[1]
     one = count.dtype.type(1)
-    low, high = keys[1], keys[0]
+    low, high, last = keys[1], keys[0], np.int64(2**62)
     for r in range(widths.size):
         if position > bins[2, r]:
             _add(count, bins[0, r] - base, bins[1, r] - base, -one)
@@ -59,9 +63,15 @@ def _enter_bins(position, keys, key_positions, widths, shifts, bins, count, base
             bins[0, r] = first_key(key_positions, keys[0], keys[1], first)
             bins[1, r] = first_key(key_positions, keys[0], keys[1], bins[2, r] + 1)
             _add(count, bins[0, r] - base, bins[1, r] - base, one)
-        low = min(low, bins[0, r])
-        high = max(high, bins[1, r])
+        low, high, last = min(low, bins[0, r]), max(high, bins[1, r]), min(last, bins[2, r])
+    seen[0], seen[1], seen[2] = low, high, last
     return low, high
+
+
+@_jit
+def _leave_bins(bins, seen):
+    """Marks the bins as those of another document; their counts are taken back when the next one is entered."""
+    bins[2], seen[2] = -1, -1
 
 
 @_jit
@@ -78,28 +88,42 @@ def _visible(position, keys, key_positions, low, high, reach, causal, window, ch
 def _pack_panels(source, offset, stride, depth_stride, slots, start, end, depth, panels):
     """Rows ``slots[start:end]`` of a tensor, transposed in blocks: ``panels[block, d, lane]``, zero-padded."""
     for block in range((end - start + BLOCK - 1) // BLOCK):
-        base = block * depth * BLOCK
+        panel = panels[block * depth * BLOCK : (block + 1) * depth * BLOCK].reshape(depth, BLOCK)
         for lane in range(BLOCK):
             index = start + block * BLOCK + lane
             if index < end:
-                row = offset + slots[index] * stride
+                row = source[offset + slots[index] * stride :][: 1 + (depth - 1) * depth_stride]
                 for d in range(depth):
-                    panels[base + d * BLOCK + lane] = source[row + d * depth_stride]
+                    panel[d, lane] = row[d * depth_stride]
             else:
-                for d in range(depth):
-                    panels[base + d * BLOCK + lane] = 0
+                panel[:, lane] = 0
 
 
 @_jit
 def _pack_rows(source, offset, stride, depth_stride, slots, start, end, depth, factor, rows, width):
     """Rows ``slots[start:end]`` of a tensor times ``factor``, one after another, zero-padded to ``width``."""
     for index in range(start, end):
-        base = (index - start) * width
-        row = offset + slots[index] * stride
+        row = source[offset + slots[index] * stride :][: 1 + (depth - 1) * depth_stride]
+        packed = rows[(index - start) * width : (index - start + 1) * width]
+        if depth_stride == 1:
+            for d in range(depth):
+                packed[d] = row[d] * factor
+        else:
+            for d in range(depth):
+                packed[d] = row[d * depth_stride] * factor
+        packed[depth:] = 0
+
+
+@_jit
+def _unpack_row(packed, factor, target, offset, depth_stride, depth):
+    """Writes a packed row times ``factor`` to a tensor."""
+    row = target[offset:][: 1 + (depth - 1) * depth_stride]
+    if depth_stride == 1:
         for d in range(depth):
-            rows[base + d] = source[row + d * depth_stride] * factor
-        for d in range(depth, width):
-            rows[base + d] = 0
+            row[d] = packed[d] * factor
+    else:
+        for d in range(depth):
+            row[d * depth_stride] = packed[d] * factor
 
 
 @_jit
@@ -148,48 +172,35 @@ def _scatter(one, weights, stride, row_start, row_end, rows, first, end, strip, 
                 )  # fmt: skip
 
 
-@njit(nogil=True, cache=True, fastmath=_FAST)
-def _slope(scores, start, end, slope, position, key_positions, first_key):
-    for j in range(start, end):
-        scores[j] -= slope * scores.dtype.type(abs(position - key_positions[first_key + j - start]))
+# The loops below go by whole vectors, so that short rows pay for no scalar remainder: scores behind the last
+# key are set to PAD first, whose weight is nothing beside the row's largest, and cleared afterwards.
 
 
-@njit(nogil=True, cache=True, fastmath=_FAST | {"nnan"})
-def _largest(scores, start, end, top):
-    for j in range(start, end):
-        top = max(top, scores[j])
-    return top
-
-
-@njit(nogil=True, cache=True, fastmath=_FAST)
-def _weigh(scores, start, end, count, first_count, shift):
-    """scores[j] = count * 2**(scores[j] - shift) on [start, end); their sum."""
-    total = shift * 0
-    for j in range(start, end):
-        weight = exp2(scores[j] - shift) * count[first_count + j - start]
-        scores[j] = weight
-        total += weight
-    return total
+@_jit
+def _pad(scores, start, end):
+    """Writes PAD behind ``end`` up to the last vector; the number of vectors from ``start`` on."""
+    vectors = (end - start + LANES - 1) // LANES
+    for j in range(np.uint64(end), np.uint64(start + vectors * LANES)):
+        scores[j] = PAD
+    return vectors
 
 
 @njit(nogil=True, cache=True, fastmath=_FAST)
-def _weigh_equally(scores, start, end, weight, shift):
-    total = shift * 0
-    for j in range(start, end):
-        scores[j] = exp2(scores[j] - shift) * weight
-        total += scores[j]
-    return total
+def _slope(scores, start, end, slope, position, key_positions, first):
+    offset = np.uint64(first) - np.uint64(start)
+    for j in range(np.uint64(start), np.uint64(end)):
+        scores[j] -= slope * scores.dtype.type(abs(position - key_positions[j + offset]))
 
 
 @njit(nogil=True, cache=True, fastmath=_FAST)
-def _score_gradient(weights, gradients, start, end, delta):
-    for j in range(start, end):
+def _score_gradient(gradients, weights, start, end, delta):
+    for j in range(np.uint64(start), np.uint64(end)):
         gradients[j] = weights[j] * (gradients[j] - delta)
 
 
 @_jit
 def _clear(array, start, end):
-    for j in range(start, end):
+    for j in range(np.uint64(start), np.uint64(max(start, end))):
         array[j] = 0
 
 
@@ -228,11 +239,11 @@ def _strip_end(start, end, query_keys):
 @_jit
 def _plan_strip(
     start, stop, query_positions, keys, key_positions, widths, shifts, reach, window_start, causal, window, chunk,
-    base, bins, count, group_ends,
+    base, bins, seen, count, group_ends,
 ):  # fmt: skip
     """First packed key and number of panels of a strip, and the end of every group of rows within it."""
     position = query_positions[start]
-    low, high = _enter_bins(position, keys, key_positions, widths, shifts, bins, count, base)
+    low, high = _enter_bins(position, keys, key_positions, widths, shifts, bins, seen, count, base)
     low, high = _visible(position, keys, key_positions, low, high, reach, causal, window, chunk)
     low = max(low, window_start)
     origin = max(low - base, 0) // BLOCK * BLOCK
@@ -280,10 +291,11 @@ def forward(
     sink_panels, sink_rows = np.empty(sink_padded * depth, kind), np.empty(sink_padded * width, kind)
     scores, sink_scores = np.empty(STRIP * stride, kind), np.empty(STRIP * sink_stride, kind)
     count, strip, result = np.empty(padded, kind), np.zeros(STRIP * depth, kind), np.empty(STRIP * width, kind)
-    bins = np.empty((3, samples), np.int64)
+    bins, seen = np.empty((3, samples), np.int64), np.empty(3, np.int64)
     groups = STRIP // ROWS
     starts, ends, full = np.empty(groups, np.int64), np.empty(groups, np.int64), np.empty(groups, np.int64)
     totals, tops = np.empty(STRIP, np.float64), np.empty(STRIP, np.float64)
+    sink_count = np.full(sink_stride, one * samples, kind)
     log_samples = math.log2(samples)
 
     while True:
@@ -304,7 +316,8 @@ def forward(
         for h in range(g * (heads // kv_heads), (g + 1) * (heads // kv_heads)):
             slope = kind.type(slopes[h] * LOG2E)
             count[:] = 0
-            bins[0], bins[1], bins[2] = 0, 0, -1
+            bins[:2] = 0
+            _leave_bins(bins, seen)
             q_at = strides[0, 0] + b * strides[0, 1] + h * strides[0, 2]
             o_at = strides[3, 0] + b * strides[3, 1] + h * strides[3, 2]
             segment, sinks = np.int64(-1), np.int64(0)
@@ -314,7 +327,7 @@ def forward(
                 keys = segments[start]
                 if keys[0] != segment:
                     segment = keys[0]
-                    bins[2] = -1
+                    _leave_bins(bins, seen)
                     if sink_tokens:
                         sinks = first_key(key_positions, keys[0], keys[1], np.int64(sink_tokens)) - keys[0]
                         _pack_panels(
@@ -343,7 +356,7 @@ def forward(
                         )
                 origin, panels = _plan_strip(
                     start, stop, positions, keys, key_positions, widths[h], shifts[h], reach[h], keys[0] + sinks,
-                    causal, window, chunk, base, bins, count, ends,
+                    causal, window, chunk, base, bins, seen, count, ends,
                 )  # fmt: skip
                 used = (stop - start + ROWS - 1) // ROWS
                 _pack_rows(
@@ -376,7 +389,7 @@ def forward(
                     )
                 for i in range(stop - start):
                     position = positions[start + i]
-                    low, high = _enter_bins(position, keys, key_positions, widths[h], shifts[h], bins, count, base)
+                    low, high = _enter_bins(position, keys, key_positions, widths[h], shifts[h], bins, seen, count, base)
                     low, high = _visible(position, keys, key_positions, low, high, reach[h], causal, window, chunk)
                     low = max(low, keys[0] + sinks)
                     line = i * stride
@@ -389,18 +402,21 @@ def forward(
                     if z > a:
                         if slope != 0:
                             _slope(scores, a, z, slope, position, key_positions, low)
-                        top = _largest(scores, a, z, top)
+                        vectors = _pad(scores, a, z)
+                        top = largest(one, address(scores, a), vectors)
                     total = kind.type(0)
                     if sinks:
                         first, last = _sink_interval(position, keys, key_positions, sinks, causal, window, chunk)
                         mine = i * sink_stride
-                        top = _largest(sink_scores, mine + first, mine + last, top)
                         if last > first:
-                            total += _weigh_equally(sink_scores, mine + first, mine + last, kind.type(samples), top)
+                            sink_vectors = _pad(sink_scores, mine + first, mine + last)
+                            sink_at = address(sink_scores, mine + first)
+                            top = max(top, largest(one, sink_at, sink_vectors))
+                            total += weigh(one, sink_at, address(sink_count, 0), sink_vectors, top)
                         _clear(sink_scores, mine, mine + first)
                         _clear(sink_scores, mine + last, mine + sinks)
                     if z > a:
-                        total += _weigh(scores, a, z, count, low - base, top)
+                        total += weigh(one, address(scores, a), address(count, low - base), vectors, top)
                     _clear(scores, line + starts[group], a)
                     _clear(scores, z, line + ends[group])
                     totals[i], tops[i] = total, top
@@ -412,8 +428,7 @@ def forward(
                 for i in range(stop - start):
                     inverse = kind.type(0 if totals[i] == 0 else 1 / totals[i])
                     target = o_at + slots[start + i] * strides[3, 3]
-                    for d in range(depth):
-                        out[target + d * strides[3, 4]] = result[i * width + d] * inverse if totals[i] != 0 else 0
+                    _unpack_row(result[i * width :], inverse, out, target, strides[3, 4], depth)
                     at = (b * heads + h) * queries + slots[start + i]
                     if totals[i] != 0:
                         lse[at] = (tops[i] + math.log2(totals[i]) - log_samples) * LN2
@@ -466,13 +481,14 @@ def backward(
     wide_strip = np.zeros(STRIP * width, kind)
     wide_out_strip = np.zeros(STRIP * width, kind)
     result = np.empty(STRIP * width, kind)
-    bins = np.empty((3, samples), np.int64)
+    bins, seen = np.empty((3, samples), np.int64), np.empty(3, np.int64)
     groups = STRIP // ROWS
     starts, ends, full = np.empty(groups, np.int64), np.empty(groups, np.int64), np.empty(groups, np.int64)
     row_starts = np.empty(STRIP, np.int64)
     row_ends = np.empty(STRIP, np.int64)
     sink_row_starts = np.empty(STRIP, np.int64)
     sink_row_ends = np.empty(STRIP, np.int64)
+    sink_count = np.full(sink_stride, one * samples, kind)
     log_samples = math.log2(samples)
 
     while True:
@@ -495,14 +511,15 @@ def backward(
         for h in range(g * (heads // kv_heads), (g + 1) * (heads // kv_heads)):
             slope = kind.type(slopes[h] * LOG2E)
             count[:] = 0
-            bins[0], bins[1], bins[2] = 0, 0, -1
+            bins[:2] = 0
+            _leave_bins(bins, seen)
             head_at = at + h * strides[:, 2]
             start = item_start
             while start < item_end:
                 stop = _strip_end(start, item_end, segments)
                 keys = segments[start]
                 if keys[0] != segment or start == item_start:
-                    bins[2] = -1
+                    _leave_bins(bins, seen)
                     if sink_tokens:
                         _flush(
                             sink_key_sums,
@@ -569,7 +586,7 @@ def backward(
                     segment = keys[0]
                 origin, panels = _plan_strip(
                     start, stop, positions, keys, key_positions, widths[h], shifts[h], reach[h], keys[0] + sinks,
-                    causal, window, chunk, base, bins, count, ends,
+                    causal, window, chunk, base, bins, seen, count, ends,
                 )  # fmt: skip
                 size = stop - start
                 used = (size + ROWS - 1) // ROWS
@@ -612,7 +629,7 @@ def backward(
                     )
                 for i in range(size):
                     position = positions[start + i]
-                    low, high = _enter_bins(position, keys, key_positions, widths[h], shifts[h], bins, count, base)
+                    low, high = _enter_bins(position, keys, key_positions, widths[h], shifts[h], bins, seen, count, base)
                     low, high = _visible(position, keys, key_positions, low, high, reach[h], causal, window, chunk)
                     low = max(low, keys[0] + sinks)
                     line = i * stride
@@ -632,8 +649,9 @@ def backward(
                     if z > a:
                         if slope != 0:
                             _slope(weights, a, z, slope, position, key_positions, low)
-                        _weigh(weights, a, z, count, low - base, shift)
-                        _score_gradient(weights, gradients, a, z, delta)
+                        vectors = _pad(weights, a, z)
+                        weigh(one, address(weights, a), address(count, low - base), vectors, shift)
+                        _score_gradient(gradients, weights, a, z, delta)
                     # A group of keys is summed over every row that sees any of it: zeros around the visible run.
                     _clear_around(weights, line, a, z, starts[group], ends[group])
                     _clear_around(gradients, line, a, z, starts[group], ends[group])
@@ -641,8 +659,10 @@ def backward(
                         first, last = _sink_interval(position, keys, key_positions, sinks, causal, window, chunk)
                         mine = i * sink_stride
                         if last > first:
-                            _weigh_equally(sink_weights, mine + first, mine + last, kind.type(samples), shift)
-                            _score_gradient(sink_weights, sink_gradients, mine + first, mine + last, delta)
+                            vectors = _pad(sink_weights, mine + first, mine + last)
+                            sink_at = address(sink_weights, mine + first)
+                            weigh(one, sink_at, address(sink_count, 0), vectors, shift)
+                            _score_gradient(sink_gradients, sink_weights, mine + first, mine + last, delta)
                         sink_row_starts[i], sink_row_ends[i] = 0, sinks
                         _clear_around(sink_weights, mine, mine + first, mine + last, 0, sinks)
                         _clear_around(sink_gradients, mine, mine + first, mine + last, 0, sinks)
@@ -710,8 +730,7 @@ def backward(
                     )
                 for i in range(size):
                     target = head_at[5] + slots[start + i] * strides[5, 3]
-                    for d in range(depth):
-                        query_grad[target + d * strides[5, 4]] = result[i * width + d] * kind.type(scale)
+                    _unpack_row(result[i * width :], kind.type(scale), query_grad, target, strides[5, 4], depth)
                 start = stop
         _flush(
             key_sums, width, base, key_end - base, key_slots, key_grad, kv_at[6], strides[6], depth, kind.type(LN2)

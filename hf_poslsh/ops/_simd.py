@@ -5,13 +5,11 @@ Numba vectorises plain loops well but keeps no block of a matrix product in regi
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from llvmlite import binding, ir
 from numba import njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
 
 _FEATURES = binding.get_host_cpu_features()
 LANES = 16 if _FEATURES.get("avx512f") else 8 if _FEATURES.get("avx2") else 4
@@ -19,55 +17,142 @@ ROWS = 4 if LANES == 8 else 8  # 2 * ROWS accumulators must fit the registers: 1
 BLOCK = 2 * LANES  # columns that one call of ``multiply`` computes
 
 
+class _Vectors:
+    """Emits code on vectors of LANES numbers of the type of ``one``."""
+
+    def __init__(self, context, builder, one) -> None:
+        self.builder = builder
+        self.element = context.get_value_type(one)
+        self.size = context.get_abi_sizeof(self.element)
+        self.type = ir.VectorType(self.element, LANES)
+        self.name = f"v{LANES}{'f32' if self.size == 4 else 'f64'}"
+
+    def constant(self, number: float):
+        return ir.Constant(self.type, [number] * LANES)
+
+    def spread(self, scalar):
+        undefined = ir.Constant(self.type, ir.Undefined)
+        zeros = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+        return self.builder.shuffle_vector(
+            self.builder.insert_element(undefined, scalar, ir.IntType(32)(0)), undefined, zeros
+        )
+
+    def pointer(self, base, offset, kind=None):
+        """Pointer to a vector (or ``kind``), ``offset`` elements behind the byte address ``base``."""
+        address = self.builder.add(base, self.builder.mul(offset, ir.IntType(64)(self.size)))
+        return self.builder.inttoptr(address, (kind or self.type).as_pointer())
+
+    def load(self, base, offset, kind=None):
+        return self.builder.load(self.pointer(base, offset, kind), align=self.size)
+
+    def add_product(self, a, b, c):
+        """a * b + c, fused where the machine can."""
+        return self.builder.fadd(self.builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
+
+    def call(self, name: str, argument):
+        kind = ir.FunctionType(self.type, [self.type])
+        return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), [argument])
+
+    def reduce(self, name: str, arguments, flags):
+        kind = ir.FunctionType(self.element, [argument.type for argument in arguments])
+        name = f"llvm.vector.reduce.{name}.{self.name}"
+        function = cgutils.get_or_insert_function(self.builder.module, kind, name)
+        return self.builder.call(function, arguments, fastmath=flags)
+
+    def exp2(self, x):
+        """2**x for x of at most about 0. float32: relative error 1e-7, and 2**-126 below -126; a NaN passes."""
+        if self.size == 8:
+            return self.call(f"llvm.exp2.{self.name}", x)
+        b, floor = self.builder, self.constant(-126.0)
+        x = b.select(b.fcmp_ordered("<", x, floor), floor, x)
+        whole = self.call(f"llvm.floor.{self.name}", b.fadd(x, self.constant(0.5)))
+        rest = b.fsub(x, whole)
+        result = self.constant(_EXP2[-1])
+        for coefficient in _EXP2[-2::-1]:
+            result = self.add_product(result, rest, self.constant(coefficient))
+        words = ir.VectorType(ir.IntType(32), LANES)
+        bits = b.add(b.fptosi(whole, words), ir.Constant(words, [127] * LANES))
+        return b.fmul(result, b.bitcast(b.shl(bits, ir.Constant(words, [23] * LANES)), self.type))
+
+
+# 2**f on [-1/2, 1/2], interpolated at Chebyshev nodes: relative error below 1e-8 in exact arithmetic.
+_EXP2 = [
+    float(np.float32(c))
+    for c in np.polynomial.chebyshev.Chebyshev.interpolate(np.exp2, 6, (-0.5, 0.5))
+    .convert(kind=np.polynomial.Polynomial)
+    .coef
+]
+
+
+@intrinsic
+def largest(typingctx, one, values, vectors):
+    """Largest of ``vectors`` * LANES numbers of the type of ``one`` from a byte address on; ``vectors`` >= 1."""
+
+    def codegen(context, builder, signature, args):
+        v = _Vectors(context, builder, signature.args[0])
+        _, values, vectors = args
+        top = cgutils.alloca_once_value(builder, v.load(values, ir.IntType(64)(0)))
+        with cgutils.for_range(builder, vectors) as loop:
+            block = v.load(values, builder.mul(loop.index, ir.IntType(64)(LANES)))
+            before = builder.load(top)
+            builder.store(builder.select(builder.fcmp_ordered(">", block, before), block, before), top)
+        return v.reduce("fmax", [builder.load(top)], ("nnan",))
+
+    return one(one, types.intp, types.intp), codegen
+
+
+@intrinsic
+def weigh(typingctx, one, scores, counts, vectors, shift):
+    """scores[j] = counts[j] * 2**(scores[j] - shift) over ``vectors`` * LANES numbers; their sum.
+
+    ``scores`` and ``counts`` are byte addresses; ``shift`` is of the type of ``one``.
+    """
+
+    def codegen(context, builder, signature, args):
+        v = _Vectors(context, builder, signature.args[0])
+        _, scores, counts, vectors, shift = args
+        shift = v.spread(shift)
+        total = cgutils.alloca_once_value(builder, v.constant(0.0))
+        with cgutils.for_range(builder, vectors) as loop:
+            at = builder.mul(loop.index, ir.IntType(64)(LANES))
+            weight = builder.fmul(v.exp2(builder.fsub(v.load(scores, at), shift)), v.load(counts, at))
+            builder.store(weight, v.pointer(scores, at), align=v.size)
+            builder.store(builder.fadd(builder.load(total), weight), total)
+        return v.reduce("fadd", [ir.Constant(v.element, 0.0), builder.load(total)], ("reassoc",))
+
+    return one(one, types.intp, types.intp, types.intp, one), codegen
+
+
 def _multiply(accumulate: bool):
     @intrinsic
     def product(typingctx, one, a, a_row, a_depth, b, b_depth, c, c_row, depth):
-        if not isinstance(one, types.Float):
-            return None
-        signature = types.void(one, *[types.intp] * 8)
-
         def codegen(context, builder, signature, args):
-            element = context.get_value_type(signature.args[0])
-            vector = ir.VectorType(element, LANES)
-            size = context.get_abi_sizeof(element)
-            word, lane = ir.IntType(64), ir.IntType(32)
-            zero = ir.Constant(vector, [0.0] * LANES)
-            undefined = ir.Constant(vector, ir.Undefined)
-            spread = ir.Constant(ir.VectorType(lane, LANES), [0] * LANES)
+            v = _Vectors(context, builder, signature.args[0])
+            word = ir.IntType(64)
             _, a, a_row, a_depth, b, b_depth, c, c_row, depth = args
-
-            def pointer(base, offset, kind):
-                address = builder.add(base, builder.mul(offset, word(size)))
-                return builder.inttoptr(address, kind.as_pointer())
-
-            sums = []
-            for row in range(ROWS):
-                for column in range(2):
-                    offset = builder.add(builder.mul(c_row, word(row)), word(column * LANES))
-                    target = pointer(c, offset, vector)
-                    start = builder.load(target, align=size) if accumulate else zero
-                    sums.append((target, cgutils.alloca_once(builder, vector)))
-                    builder.store(start, sums[-1][1])
+            cells = [(row, column) for row in range(ROWS) for column in range(2)]
+            target = {
+                (row, column): builder.add(builder.mul(c_row, word(row)), word(column * LANES))
+                for row, column in cells
+            }
+            sums = {cell: cgutils.alloca_once(builder, v.type) for cell in cells}
+            for cell in cells:
+                builder.store(v.load(c, target[cell]) if accumulate else v.constant(0.0), sums[cell])
             with cgutils.for_range(builder, depth) as loop:
                 step = builder.mul(loop.index, b_depth)
-                columns = [
-                    builder.load(pointer(b, builder.add(step, word(column * LANES)), vector), align=size)
-                    for column in range(2)
-                ]
+                columns = [v.load(b, builder.add(step, word(column * LANES))) for column in range(2)]
+                step = builder.mul(loop.index, a_depth)
                 for row in range(ROWS):
-                    offset = builder.add(builder.mul(a_row, word(row)), builder.mul(loop.index, a_depth))
-                    scalar = builder.load(pointer(a, offset, element), align=size)
-                    factor = builder.insert_element(undefined, scalar, lane(0))
-                    factor = builder.shuffle_vector(factor, undefined, spread)
+                    offset = builder.add(builder.mul(a_row, word(row)), step)
+                    factor = v.spread(v.load(a, offset, v.element))
                     for column in range(2):
-                        slot = sums[2 * row + column][1]
-                        term = builder.fmul(factor, columns[column], flags=("contract",))
-                        builder.store(builder.fadd(term, builder.load(slot), flags=("contract",)), slot)
-            for target, slot in sums:
-                builder.store(builder.load(slot), target, align=size)
+                        slot = sums[row, column]
+                        builder.store(v.add_product(factor, columns[column], builder.load(slot)), slot)
+            for cell in cells:
+                builder.store(builder.load(sums[cell]), v.pointer(c, target[cell]), align=v.size)
             return context.get_dummy_value()
 
-        return signature, codegen
+        return types.void(one, *[types.intp] * 8), codegen
 
     return product
 
@@ -87,50 +172,6 @@ def fetch_add(typingctx, address, amount):
         return builder.atomic_rmw("add", pointer, args[1], "seq_cst")
 
     return types.int64(types.intp, types.int64), codegen
-
-
-@intrinsic
-def _bits_to_float(typingctx, bits):
-    def codegen(context, builder, signature, args):
-        return builder.bitcast(args[0], ir.FloatType())
-
-    return types.float32(types.int32), codegen
-
-
-# 2**f on [-1/2, 1/2], interpolated at Chebyshev nodes: relative error below 1e-8 in exact arithmetic.
-_EXP2 = tuple(
-    np.float32(c)
-    for c in np.polynomial.chebyshev.Chebyshev.interpolate(np.exp2, 6, (-0.5, 0.5))
-    .convert(kind=np.polynomial.Polynomial)
-    .coef
-)
-_C0, _C1, _C2, _C3, _C4, _C5, _C6 = _EXP2
-
-
-def exp2(x):
-    """2**x for x <= 0 or a little above, in the type of x; float32 is written so that loops over it vectorise."""
-    raise NotImplementedError("called from compiled code only")
-
-
-@overload(exp2, inline="always")
-def _exp2(x):
-    if x == types.float32:
-
-        def implementation(x):
-            t = np.float32(-126.0) if x < np.float32(-126.0) else x  # a NaN passes
-            whole = np.floor(t + np.float32(0.5))
-            f = t - whole
-            p = f * _C6 + _C5
-            p = p * f + _C4
-            p = p * f + _C3
-            p = p * f + _C2
-            p = p * f + _C1
-            p = p * f + _C0
-            return p * _bits_to_float((np.int32(whole) + np.int32(127)) << np.int32(23))
-
-        return implementation
-
-    return lambda x: math.exp(x * 0.6931471805599453)
 
 
 @njit(nogil=True, cache=True)

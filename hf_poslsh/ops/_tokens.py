@@ -42,7 +42,7 @@ def compact_tokens(layout: Layout) -> Tokens:
     """Leaves out tokens with a negative position and finds the keys of every query's segment.
 
     Raises:
-        ValueError: positions fall within a document, or segments fall along a row.
+        ValueError: positions do not rise within a document, or segments fall along a row.
     """
     tensors = [layout.query_positions, layout.query_segments, layout.key_positions, layout.key_segments]
     rows = max(tensor.shape[0] for tensor in tensors if tensor is not None)
@@ -65,7 +65,7 @@ def compact_tokens(layout: Layout) -> Tokens:
     for name, bad in (("query", query_bad), ("key", key_bad)):
         if bad >= 0:
             raise ValueError(
-                f"{name}_positions fall within a document, or {name}_segments fall along the row, in row {bad}. "
+                f"{name}_positions do not rise within a document, or {name}_segments fall along the row, in row {bad}. "
                 "The banded pass needs tokens in order; impl='reference' takes any order."
             )
     query_keys = _segment_keys(query_segment, query_count, key_segment, key_count)
@@ -87,7 +87,7 @@ def _compact(positions, segments):
                 continue
             if count:
                 before = compact_segments[row, count - 1]
-                if segment < before or (segment == before and position < compact_positions[row, count - 1]):
+                if segment < before or (segment == before and position <= compact_positions[row, count - 1]):
                     bad = row
             slots[row, count] = slot
             compact_positions[row, count] = position
@@ -120,11 +120,9 @@ def first_key(key_positions, start, end, position):
     """First compact index in [start, end) of a key at ``position`` or later; ``end`` if there is none."""
     if start >= end or position <= key_positions[start]:
         return start
-    guess = start + position - key_positions[start]  # right wherever positions have no holes
-    if guess < end and key_positions[guess] == position and key_positions[guess - 1] < position:
-        return guess
-    if position > key_positions[end - 1]:
-        return end
+    ahead = position - key_positions[start]
+    if key_positions[end - 1] - key_positions[start] == end - 1 - start:  # no holes, since positions rise
+        return start + min(ahead, end - start)
     low, high = start, end
     while low < high:
         middle = (low + high) // 2

@@ -106,7 +106,7 @@ class Layout:
 
     A pair is allowed when both tokens exist (position >= 0), lie in the same segment, the key is not later than
     the query (if ``is_causal``), is less than ``window`` positions away, and lies in the same chunk of ``chunk``
-    positions. Within a row, tokens that exist are ordered by segment and, in a segment, by position.
+    positions. Along a row, segments never fall, and in a segment the positions of existing tokens rise.
 
     Args:
         query_positions: int64 ``(B or 1, Q)``; negative marks padding.

@@ -52,7 +52,7 @@ def positional_lsh_attention(
         query_positions: integer ``(Q,)`` or ``(B, Q)``; negative marks a padded query, whose output is 0. By
             default the queries are the last Q of the K tokens.
         key_positions: integer ``(K,)`` or ``(B, K)``; negative marks a masked key, which contributes exactly
-            nothing, even if it holds NaN. Default: 0 .. K-1. Positions of a document must not fall along a row.
+            nothing, even if it holds NaN. Default: 0 .. K-1. Positions of a document rise along a row.
         query_segments: integer ``(Q,)`` or ``(B, Q)``: document of each query. Nothing crosses documents.
         key_segments: integer ``(K,)`` or ``(B, K)``, not falling along a row.
         window: the host model's own sliding window: keys this many positions away, or more, are hidden.
