@@ -69,6 +69,8 @@ def train_arm(accelerator: Accelerator, console: Console, experiment: Experiment
         on_step=set_step if method is not None and method.resample == "step" else None,
     )
     partial = partial_folder(checkpoint)
+    if accelerator.is_main_process:
+        shutil.rmtree(partial, ignore_errors=True)  # what an interrupted run may have left
     accelerator.unwrap_model(model).save_pretrained(
         partial,
         is_main_process=accelerator.is_main_process,

@@ -26,9 +26,8 @@ def start_run() -> tuple[Accelerator, Console]:
     )
     use_all_cores(accelerator)
     transformers_logging.disable_progress_bar()
-    logging.getLogger("accelerate.utils.other").setLevel(
-        logging.ERROR
-    )  # tied weights are saved once: as it should be
+    # That tied weights are saved once needs no warning.
+    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
     return accelerator, Console(quiet=not accelerator.is_main_process, highlight=False, soft_wrap=True)
 
 
@@ -100,25 +99,26 @@ def progress(console: Console, title: str, total: int) -> Iterator[Meter]:
 
 
 def results_table(arms: Mapping[str, Mapping[str, Any]], title: str) -> Table:
-    """One row per arm: perplexity and accuracy at each length.
+    """One row per arm: perplexity at each length, accuracy at the first and the last.
 
     Args:
         arms: for each arm the ``lengths`` of an evaluation: summaries by length.
         title: above the table.
     """
-    table = Table(title=title, title_justify="left")
-    table.add_column("arm")
-    for length in next(iter(arms.values())):
-        table.add_column(f"ppl {length}", justify="right")
-    ks = [key for key in next(iter(next(iter(arms.values())).values())) if key.startswith("top_")]
-    lengths = list(next(iter(arms.values())))
-    for key in ks:
-        name = key.removesuffix("_accuracy").replace("_", "-")
-        for length in (lengths[0], lengths[-1]) if len(lengths) > 1 else lengths:
-            table.add_column(f"{name} {length}", justify="right")
+    first = next(iter(arms.values()))
+    lengths = list(first)
+    accuracies = [key for key in first[lengths[0]] if key.startswith("top_")]
+    ends = dict.fromkeys((lengths[0], lengths[-1]))
+    table = Table("arm", title=title, title_justify="left")
+    for heading in (
+        *(f"ppl {length}" for length in lengths),
+        *(f"{key.removesuffix('_accuracy').replace('_', '-')} {length}" for key in accuracies for length in ends),
+    ):
+        table.add_column(heading, justify="right")
     for arm, by_length in arms.items():
-        perplexities = [f"{summary['perplexity']:.1f}" for summary in by_length.values()]
-        ends = (lengths[0], lengths[-1]) if len(lengths) > 1 else lengths
-        accuracies = [f"{100 * by_length[length][key]:.1f} %" for key in ks for length in ends]
-        table.add_row(arm, *perplexities, *accuracies)
+        table.add_row(
+            arm,
+            *(f"{by_length[length]['perplexity']:.1f}" for length in lengths),
+            *(f"{100 * by_length[length][key]:.1f} %" for key in accuracies for length in ends),
+        )
     return table
