@@ -17,6 +17,7 @@ def auto_map(config_class: str, architectures: Iterable[str] | None) -> dict[str
     classes = {"AutoConfig": f"{_SHIM}.{config_class}"}
     for name in architectures or ():
         suffix = name.rpartition("For")[2] if "For" in name else ""
+        suffix = "ImageTextToText" if suffix == "ConditionalGeneration" else suffix
         classes[f"AutoModelFor{suffix}" if suffix else "AutoModel"] = f"{_SHIM}.{name}"
     return classes
 

@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from hf_poslsh.config import PosLSHConfig
 from hf_poslsh.models.attention import ATTENTION_NAME
 from hf_poslsh.models.families import HOSTS, check_method, family_of, set_class, supported_models, swap_classes
-from hf_poslsh.models.modeling import PosLSHBaseModelMixin, PosLSHModelMixin
+from hf_poslsh.models.modeling import PosLSHBaseModelMixin, PosLSHCompositeMixin, PosLSHModelMixin
 
 Model = TypeVar("Model", bound=nn.Module)
 _UNDO = "_poslsh_undo"
@@ -27,7 +27,7 @@ class _Undo:
     """What a patch replaced besides classes."""
 
     config: Any
-    patched_fields: dict[str, Any]
+    patched_fields: list[dict[str, Any]]
     name_or_path: str
     model_tags: list[str] | None
     adapter_bases: dict[str, str | None]
@@ -62,7 +62,7 @@ def patch_model(model: Model, config: PosLSHConfig | None = None, **fields: Any)
     if not isinstance(method, PosLSHConfig):
         raise ValueError(f"config is a {type(method).__name__}; it must be a PosLSHConfig.")
     target = _unwrap(model)
-    if isinstance(target, PosLSHModelMixin):
+    if isinstance(target, (PosLSHModelMixin, PosLSHCompositeMixin)):
         raise ValueError(f"this {type(target).__name__} is patched already; call unpatch_model(model) first.")
     family = family_of(target)
     if family is None:
@@ -75,18 +75,20 @@ def patch_model(model: Model, config: PosLSHConfig | None = None, **fields: Any)
 
     host = target.config
     ours = copy.deepcopy(host)
-    ours.__class__ = family.config
-    ours.poslsh = method.to_dict()
-    ours._attn_implementation = ATTENTION_NAME
-    check_method(ours)
-    swap_classes(target, ours)
-    set_class(target, family.classes.get(type(target), type(target)))
-    _replace_config(model, host, ours)
+    for part in _parts(ours):
+        part.__class__ = family.classes[type(part)]
+    text = ours.get_text_config()
+    text.poslsh = method.to_dict()
+    text._attn_implementation = ATTENTION_NAME
+    check_method(text)
+    swap_classes(target, text)
+    for old, new in zip(_parts(host), _parts(ours), strict=True):
+        _replace_config(model, old, new)
 
     adapters = getattr(model, "peft_config", {}) if model is not target else {}
     undo = _Undo(
         host,
-        {},
+        [],
         target.name_or_path,
         copy.copy(target.__dict__.get("model_tags")),
         {name: adapter.base_model_name_or_path for name, adapter in adapters.items()},
@@ -94,7 +96,7 @@ def patch_model(model: Model, config: PosLSHConfig | None = None, **fields: Any)
     setattr(target, _UNDO, undo)
     # An adapter that is saved now must not name the original as its base: it would load on the unpatched model.
     ours._name_or_path = target.name_or_path = _marked_name(undo.name_or_path, method)
-    undo.patched_fields = copy.deepcopy(vars(ours))
+    undo.patched_fields = [copy.deepcopy(vars(part)) for part in _parts(ours)]
     for adapter in adapters.values():
         adapter.base_model_name_or_path = target.name_or_path
     target.add_model_tags([ATTENTION_NAME])
@@ -117,7 +119,7 @@ def unpatch_model(model: Model) -> Model:
         ValueError: the model is not patched.
     """
     target = _unwrap(model)
-    if not isinstance(target, PosLSHModelMixin) or type(target) not in HOSTS:
+    if not isinstance(target, (PosLSHModelMixin, PosLSHCompositeMixin)) or type(target) not in HOSTS:
         raise ValueError(f"this {type(target).__name__} is not patched (or wrapped: unwrap it first).")
     ours, undo = target.config, target.__dict__.pop(_UNDO, None)
     wrapper: Any = model
@@ -125,10 +127,11 @@ def unpatch_model(model: Model) -> Model:
         if type(module) in HOSTS:
             set_class(module, HOSTS[type(module)])
             module.__dict__.pop("_poslsh_step", None)
+    host = _host_config(ours) if undo is None else _with_changes(undo, ours)
+    for old, new in zip(_parts(ours), _parts(host), strict=True):
+        _replace_config(model, old, new)
     if undo is None:
-        _replace_config(model, ours, _host_config(ours))
         return model
-    _replace_config(model, ours, _with_changes(undo, ours))
     target.name_or_path = undo.name_or_path
     target.model_tags = undo.model_tags
     if undo.model_tags is None:
@@ -212,19 +215,31 @@ def _replace_config(model: nn.Module, old: Any, new: Any) -> None:
             module.config = new
 
 
+def _parts(config: Any) -> list[Any]:
+    """A config and, where it has one apart, its text config."""
+    text = config.get_text_config()
+    return [config] if text is config else [config, text]
+
+
 def _with_changes(undo: _Undo, ours: Any) -> Any:
-    missing = object()
-    changes = {name: value for name, value in vars(ours).items() if undo.patched_fields.get(name, missing) != value}
-    if not changes:
+    missing, changes = object(), []
+    for part, fields in zip(_parts(ours), undo.patched_fields, strict=True):
+        changed = {name: value for name, value in vars(part).items() if fields.get(name, missing) != value}
+        changed.pop("text_config", None)  # compared on its own
+        changes.append(changed)
+    if not any(changes):
         return undo.config
     config = copy.deepcopy(undo.config)
-    vars(config).update(changes)
+    for part, changed in zip(_parts(config), changes, strict=True):
+        vars(part).update(changed)
     return config
 
 
 def _host_config(ours: Any) -> Any:
     host = copy.deepcopy(ours)
-    host.__class__ = HOSTS[type(ours)]
-    del host.poslsh
-    host._attn_implementation = "sdpa"
+    for part in _parts(host):
+        part.__class__ = HOSTS[type(part)]
+    text = host.get_text_config()
+    del text.poslsh
+    text._attn_implementation = "sdpa"
     return host

@@ -31,10 +31,18 @@ def key_slots(cache: Any, num_layers: int, queries: int) -> tuple[tuple[int, int
     return tuple((start, length) for length, start in sizes)
 
 
+def sub_configs_of(config_class: type, **replaced: type) -> dict[str, Any]:
+    """The class attribute that names the parts of a composite config, some of them replaced."""
+    for name in ("sub_configs_defaults", "sub_configs"):
+        if name in vars(config_class):
+            return {name: {**getattr(config_class, name), **replaced}}
+    raise AttributeError(f"{config_class.__name__} names no sub-configs")
+
+
 def register_output_recorders(model_class: type) -> None:
     """Lets ``output_hidden_states`` work on instances whose class was changed after they were made.
 
     transformers notes what can be recorded when a model is constructed, under the printed name of its class.
     """
     registry = output_capturing._CAN_RECORD_REGISTRY
-    dict.__setitem__(registry, str(model_class), model_class._can_record_outputs)  # type: ignore[attr-defined]
+    dict.__setitem__(registry, str(model_class), getattr(model_class, "_can_record_outputs", None))

@@ -12,15 +12,16 @@ from typing import Any
 import transformers
 from peft.utils import constants as peft_constants
 from torch import nn
-from transformers.models.auto import modeling_auto, tokenization_auto
+from transformers import PreTrainedModel
+from transformers.models.auto import image_processing_auto, modeling_auto, processing_auto, tokenization_auto
 from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
 from transformers.models.mistral.modeling_mistral import MistralAttention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from hf_poslsh.models.attention import PosLSHAttentionMixin
-from hf_poslsh.models.compat import register_output_recorders
-from hf_poslsh.models.configuration import PosLSHConfigMixin
-from hf_poslsh.models.modeling import PosLSHBaseModelMixin, PosLSHModelMixin, method_of
+from hf_poslsh.models.compat import register_output_recorders, sub_configs_of
+from hf_poslsh.models.configuration import PosLSHCompositeConfigMixin, PosLSHConfigMixin
+from hf_poslsh.models.modeling import PosLSHBaseModelMixin, PosLSHCompositeMixin, PosLSHModelMixin, method_of
 from hf_poslsh.ops.bias import bias_from_config
 
 # model type, config, attention, base model, heads by the Auto class that loads them
@@ -111,10 +112,13 @@ def _register(model_type: str, config: type, models: dict[str, type]) -> None:
     for auto_class, model in models.items():
         getattr(transformers, auto_class).register(config, model, exist_ok=True)
         register_output_recorders(model)
-    # The Trainer shifts smoothed labels only for the classes that it finds in this table.
-    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[ours] = models["AutoModelForCausalLM"].__name__
+    if "AutoModelForCausalLM" in models:
+        # The Trainer shifts smoothed labels only for the classes that it finds in this table.
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[ours] = models["AutoModelForCausalLM"].__name__
     tables: tuple[dict[str, Any], ...] = (
         tokenization_auto.TOKENIZER_MAPPING_NAMES,
+        processing_auto.PROCESSOR_MAPPING_NAMES,
+        image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES,
         peft_constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING,
     )
     for names in tables:
@@ -122,7 +126,35 @@ def _register(model_type: str, config: type, models: dict[str, type]) -> None:
             names[ours] = names[model_type]
 
 
+def _add_multimodal(
+    text: Family, model_type: str, host_config: type, host_model: type, text_auto_classes: dict[str, type]
+) -> None:
+    """Adds the class that holds a family's text model beside a vision tower, which is left alone."""
+    sub_configs = sub_configs_of(host_config, text_config=text.config)
+    config = _subclass(
+        host_config,
+        PosLSHCompositeConfigMixin,
+        model_type=f"poslsh_{model_type}",
+        text_class=text.config,
+        **sub_configs,
+    )
+    model = _subclass(host_model, PosLSHCompositeMixin, config_class=config)
+    _register(model_type, config, {"AutoModel": model, "AutoModelForImageTextToText": model})
+    for auto_class, text_model in text_auto_classes.items():
+        # As in the host, a text class loads the text part of the whole checkpoint.
+        getattr(transformers, auto_class)._model_mapping.register(config, text_model, exist_ok=True)
+    text.classes.update({host_config: config, host_model: model})
+
+
 FAMILIES = tuple(_make_family(*row) for row in _TABLE)
+_llama4 = FAMILIES[-1]
+_add_multimodal(
+    _llama4,
+    "llama4",
+    transformers.Llama4Config,
+    transformers.Llama4ForConditionalGeneration,
+    {"AutoModelForCausalLM": _llama4.classes[transformers.Llama4ForCausalLM]},
+)
 HOSTS = {ours: host for family in FAMILIES for host, ours in family.classes.items()}
 """Our class to its host class: configs, attention, base models and heads."""
 
@@ -139,7 +171,7 @@ def supported_models() -> str:
         host.__name__
         for family in FAMILIES
         for host, ours in family.classes.items()
-        if issubclass(ours, PosLSHModelMixin)
+        if issubclass(ours, (PosLSHModelMixin, PosLSHCompositeMixin))
     )
 
 
@@ -163,11 +195,11 @@ def check_method(config: Any) -> None:
 
 
 def swap_classes(model: nn.Module, config: Any) -> None:
-    """Makes the base model and the chosen attention layers ours, in place.
+    """Makes the models and the chosen attention layers inside ``model`` ours, itself included, in place.
 
     Args:
         model: a model of a known family, ours or the host's.
-        config: its patched config.
+        config: its patched text config.
 
     Raises:
         ValueError: an attention layer is of an unknown class, or its ``forward`` was replaced; nothing is changed.
@@ -176,7 +208,11 @@ def swap_classes(model: nn.Module, config: Any) -> None:
     assert family is not None
     base = base_of(model)
     method = method_of(config)
-    swaps: list[tuple[nn.Module, type]] = [(base, family.base)]
+    swaps: list[tuple[Any, type]] = [
+        (module, family.classes[type(module)])
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel) and type(module) in family.classes
+    ]
     for index, layer in enumerate(base.layers):
         attention = layer.self_attn
         if HOSTS.get(type(attention), type(attention)) not in family.classes:
@@ -187,8 +223,9 @@ def swap_classes(model: nn.Module, config: Any) -> None:
             )
         if method.layers is None or index in method.layers:
             swaps.append((attention, family.attention))
-    for module, _ in swaps:
-        _check_forward(module)
+    for module, ours in swaps:
+        if ours in (family.base, family.attention):
+            _check_forward(module)
     for module, ours in swaps:
         set_class(module, ours)
 

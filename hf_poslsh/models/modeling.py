@@ -54,6 +54,23 @@ class PosLSHModelMixin(_HostModel):
         return attention_mask
 
 
+class PosLSHCompositeMixin(_HostModel):
+    """A model that holds a patched text model beside parts that are left alone."""
+
+    _supports_attention_backend = False
+    _can_compile_fullgraph = False
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        from hf_poslsh.models.families import check_method, swap_classes
+
+        check_method(config.get_text_config())
+        super().__init__(config, *args, **kwargs)
+        swap_classes(self, config.get_text_config())
+
+    create_masks_for_generate = PosLSHModelMixin.create_masks_for_generate
+    register_for_auto_class = PosLSHModelMixin.register_for_auto_class
+
+
 class PosLSHBaseModelMixin(PosLSHModelMixin):
     """A patched base model: it tells the attention layers where the tokens stand."""
 
