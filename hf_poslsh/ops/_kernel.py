@@ -12,729 +12,441 @@ Scores are kept in units of log 2 (the queries are scaled by log2 e), so that ex
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
-from hf_poslsh.hashing import first_in_bin, last_in_bin
-from hf_poslsh.ops._simd import BLOCK, LANES, ROWS, address, fetch_add, largest, multiply, multiply_add, weigh
-from hf_poslsh.ops._tokens import first_key, host_interval, last_seen
+from hf_poslsh.ops._rows import (
+    STRIP,
+    add_rows,
+    clear,
+    clear_around,
+    end_groups,
+    enter_bins,
+    gather,
+    jit,
+    leave_bins,
+    lend_columns,
+    pack_panels,
+    pack_rows,
+    pad,
+    round_up,
+    scatter,
+    score,
+    score_gradient,
+    strip_end,
+    subtract_slope,
+    unpack_row,
+    visible,
+    visible_sinks,
+)
+from hf_poslsh.ops._simd import BLOCK, ROWS, address, fetch_add, largest, unowned, weigh
+from hf_poslsh.ops._tokens import first_key
 
-STRIP = 32  # query rows that share one read of the keys
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
-PAD = -3e38  # a score that weighs nothing
-_FAST = {"reassoc", "contract", "nsz"}  # sums may be reordered; NaN and inf keep their meaning
-
-_jit = njit(nogil=True, cache=True)
 
 
-def _up(n, multiple):
-    return (n + multiple - 1) // multiple * multiple
+class Rules(NamedTuple):
+    """The numbers of a call."""
+
+    heads: int
+    kv_heads: int
+    queries: int
+    depth: int
+    stride: int  # columns from row to row of a strip, of the item's keys and of the sinks
+    sink_stride: int
+    sink_tokens: int
+    causal: bool
+    window: int
+    chunk: int
+    scale: float
 
 
-_up = njit(nogil=True, cache=True, inline="always")(_up)
+class Tables(NamedTuple):
+    """The bias of every head and the tokens of every row of the batch; see ``PositionBias`` and ``Tokens``."""
+
+    widths: np.ndarray
+    shifts: np.ndarray
+    slopes: np.ndarray
+    reach: np.ndarray
+    query_slot: np.ndarray
+    query_position: np.ndarray
+    query_keys: np.ndarray
+    key_slot: np.ndarray
+    key_position: np.ndarray
 
 
-@njit(nogil=True, cache=True, fastmath=_FAST)
-def _add(count, start, end, amount):
-    for j in range(np.uint64(max(start, 0)), np.uint64(min(max(end, 0), count.size))):
-        count[j] += amount
+class Scratch(NamedTuple):
+    """Memory of one thread for a strip of queries."""
+
+    strip: np.ndarray  # queries [row, d], scaled
+    out_strip: np.ndarray  # gradient of the output [row, d] (backward)
+    wide_strip: np.ndarray  # the same two, padded to whole blocks (backward)
+    wide_out_strip: np.ndarray
+    result: np.ndarray  # output, or gradient of the queries [row, d]
+    bins: np.ndarray
+    seen: np.ndarray
+    tops: np.ndarray
+    totals: np.ndarray
 
 
-@_jit
-def _enter_bins(position, keys, key_positions, widths, shifts, bins, seen, count, base):
-    """Moves every hash whose bin ended on to the bin of ``position``; the interval of keys in any bin.
-
-    ``bins`` is int64 ``(3, s)``: first and end compact key of the current bin, and its last position. ``seen``
-    is int64 ``(3,)``: the interval of keys in any bin, and the position at which the first bin ends.
-    """
-    if position <= seen[2]:
-        return seen[0], seen[1]
-    one = count.dtype.type(1)
-    low, high, last = keys[1], keys[0], np.int64(2**62)
-    for r in range(widths.size):
-        if position > bins[2, r]:
-            _add(count, bins[0, r] - base, bins[1, r] - base, -one)
-            first = position
-            if position != bins[2, r] + 1:
-                first = first_in_bin(position, widths[r], shifts[r])
-            bins[2, r] = last_in_bin(position, widths[r], shifts[r])
-            bins[0, r] = first_key(key_positions, keys[0], keys[1], first)
-            bins[1, r] = first_key(key_positions, keys[0], keys[1], bins[2, r] + 1)
-            _add(count, bins[0, r] - base, bins[1, r] - base, one)
-        low, high, last = min(low, bins[0, r]), max(high, bins[1, r]), min(last, bins[2, r])
-    seen[0], seen[1], seen[2] = low, high, last
-    return low, high
+def make_scratch(depth: int, samples: int, dtype: np.dtype) -> Scratch:
+    """Scratch memory for heads of ``depth`` dimensions and ``samples`` hashes."""
+    width = round_up(depth, BLOCK)
+    strips = [np.zeros(STRIP * n, dtype) for n in (depth, depth, width, width, width)]
+    tops = [np.zeros(STRIP, np.float64) for _ in range(2)]
+    return Scratch(*strips, np.zeros((3, samples), np.int64), np.zeros(3, np.int64), *tops)
 
 
-@_jit
-def _leave_bins(bins, seen):
-    """Marks the bins as those of another document; their counts are taken back when the next one is entered."""
-    bins[2], seen[2] = -1, -1
+@jit
+def _lend(t, s):
+    tables = Tables(
+        unowned(t.widths), unowned(t.shifts), unowned(t.slopes), unowned(t.reach), unowned(t.query_slot),
+        unowned(t.query_position), unowned(t.query_keys), unowned(t.key_slot), unowned(t.key_position),
+    )  # fmt: skip
+    scratch = Scratch(
+        unowned(s.strip), unowned(s.out_strip), unowned(s.wide_strip), unowned(s.wide_out_strip),
+        unowned(s.result), unowned(s.bins), unowned(s.seen), unowned(s.tops), unowned(s.totals),
+    )  # fmt: skip
+    return tables, scratch
 
 
-@_jit
-def _visible(position, keys, key_positions, low, high, reach, causal, window, chunk):
-    """Interval of visible keys of one query, given the interval of keys in any of its bins."""
-    first, last = host_interval(position, window, chunk)
-    low = max(low, first_key(key_positions, keys[0], keys[1], max(first, position - reach + 1)))
-    if causal:
-        return low, min(high, first_key(key_positions, keys[0], keys[1], position + 1))
-    return low, min(high, first_key(key_positions, keys[0], keys[1], min(last, position + reach - 1) + 1))
-
-
-@_jit
-def _pack_panels(source, offset, stride, depth_stride, slots, start, end, depth, panels):
-    """Rows ``slots[start:end]`` of a tensor, transposed in blocks: ``panels[block, d, lane]``, zero-padded."""
-    for block in range((end - start + BLOCK - 1) // BLOCK):
-        panel = panels[block * depth * BLOCK : (block + 1) * depth * BLOCK].reshape(depth, BLOCK)
-        for lane in range(BLOCK):
-            index = start + block * BLOCK + lane
-            if index < end:
-                row = source[offset + slots[index] * stride :][: 1 + (depth - 1) * depth_stride]
-                for d in range(depth):
-                    panel[d, lane] = row[d * depth_stride]
-            else:
-                panel[:, lane] = 0
-
-
-@_jit
-def _pack_rows(source, offset, stride, depth_stride, slots, start, end, depth, factor, rows, width):
-    """Rows ``slots[start:end]`` of a tensor times ``factor``, one after another, zero-padded to ``width``."""
-    for index in range(start, end):
-        row = source[offset + slots[index] * stride :][: 1 + (depth - 1) * depth_stride]
-        packed = rows[(index - start) * width : (index - start + 1) * width]
-        if depth_stride == 1:
-            for d in range(depth):
-                packed[d] = row[d] * factor
-        else:
-            for d in range(depth):
-                packed[d] = row[d * depth_stride] * factor
-        packed[depth:] = 0
-
-
-@_jit
-def _unpack_row(packed, factor, target, offset, depth_stride, depth):
-    """Writes a packed row times ``factor`` to a tensor."""
-    row = target[offset:][: 1 + (depth - 1) * depth_stride]
-    if depth_stride == 1:
-        for d in range(depth):
-            row[d] = packed[d] * factor
-    else:
-        for d in range(depth):
-            row[d * depth_stride] = packed[d] * factor
-
-
-@_jit
-def _score(one, strip, depth, panels, first_panel, num_panels, scores, stride, groups, ends):
-    """scores[row, key] = strip @ panels; a group of rows leaves out the panels beyond its last key."""
-    for panel in range(num_panels):
-        for group in range(groups):
-            if panel * BLOCK < ends[group]:
-                multiply(
-                    one, address(strip, group * ROWS * depth), depth, 1,
-                    address(panels, (first_panel + panel) * depth * BLOCK), BLOCK,
-                    address(scores, group * ROWS * stride + panel * BLOCK), stride, depth,
-                )  # fmt: skip
-
-
-@_jit
-def _gather(one, weights, stride, starts, ends, rows, width, first_row, out, groups):
-    """out[row, d] += weights @ rows, each group of rows over its own interval of keys."""
-    for group in range(groups):
-        depth = ends[group] - starts[group]
-        if depth > 0:
-            for d in range(0, width, BLOCK):
-                multiply_add(
-                    one, address(weights, group * ROWS * stride + starts[group]), stride, 1,
-                    address(rows, (first_row + starts[group]) * width + d), width,
-                    address(out, group * ROWS * width + d), width, depth,
-                )  # fmt: skip
-
-
-@_jit
-def _scatter(one, weights, stride, row_start, row_end, rows, first, end, strip, width, out, first_row):
-    """out[key, d] += weights^T @ strip, each group of keys over the rows of the strip that see any of it."""
-    low = high = 0
-    for key in range(first // ROWS * ROWS, end, ROWS):
-        while low < rows and row_end[low] <= key:
-            low += 1
-        high = max(high, low)
-        while high < rows and row_start[high] < key + ROWS:
-            high += 1
-        if high > low:
-            for d in range(0, width, BLOCK):
-                multiply_add(
-                    one, address(weights, low * stride + key), 1, stride,
-                    address(strip, low * width + d), width,
-                    address(out, (first_row + key) * width + d), width, high - low,
-                )  # fmt: skip
-
-
-# The loops below go by whole vectors, so that short rows pay for no scalar remainder: scores behind the last
-# key are set to PAD first, whose weight is nothing beside the row's largest, and cleared afterwards.
-
-
-@_jit
-def _pad(scores, start, end):
-    """Writes PAD behind ``end`` up to the last vector; the number of vectors from ``start`` on."""
-    vectors = (end - start + LANES - 1) // LANES
-    for j in range(np.uint64(end), np.uint64(start + vectors * LANES)):
-        scores[j] = PAD
-    return vectors
-
-
-@njit(nogil=True, cache=True, fastmath=_FAST)
-def _slope(scores, start, end, slope, position, key_positions, first):
-    offset = np.uint64(first) - np.uint64(start)
-    for j in range(np.uint64(start), np.uint64(end)):
-        scores[j] -= slope * scores.dtype.type(abs(position - key_positions[j + offset]))
-
-
-@njit(nogil=True, cache=True, fastmath=_FAST)
-def _score_gradient(gradients, weights, start, end, delta):
-    for j in range(np.uint64(start), np.uint64(end)):
-        gradients[j] = weights[j] * (gradients[j] - delta)
-
-
-@_jit
-def _clear(array, start, end):
-    for j in range(np.uint64(start), np.uint64(max(start, end))):
-        array[j] = 0
-
-
-@_jit
-def _clear_around(array, line, start, end, group_start, group_end):
-    """Zeros in a row outside [start, end), over the blocks of keys that its strip computes with."""
-    _clear(array, line + group_start // ROWS * ROWS, min(start, line + _up(group_end, ROWS)))
-    _clear(array, end, line + _up(group_end, ROWS))
-
-
-@_jit
-def _widen(narrow, wide, size, depth, width):
-    for i in range(size):
-        for d in range(depth):
-            wide[i * width + d] = narrow[i * depth + d]
-
-
-@_jit
-def _flush(sums, width, first, count, slots, gradient, offset, strides, depth, factor):
-    """Adds packed rows times ``factor`` to the rows ``slots[first : first + count]`` of a gradient."""
-    for i in range(count):
-        target = offset + slots[first + i] * strides[3]
-        for d in range(depth):
-            gradient[target + d * strides[4]] += sums[i * width + d] * factor
-
-
-@_jit
-def _strip_end(start, end, query_keys):
-    """End of the strip from ``start``: at most STRIP rows, all of one segment."""
-    stop = min(start + STRIP, end)
-    while query_keys[stop - 1, 0] != query_keys[start, 0] or query_keys[stop - 1, 1] != query_keys[start, 1]:
-        stop -= 1
-    return stop
-
-
-@_jit
-def _plan_strip(
-    start, stop, query_positions, keys, key_positions, widths, shifts, reach, window_start, causal, window, chunk,
-    base, bins, seen, count, group_ends,
-):  # fmt: skip
-    """First packed key and number of panels of a strip, and the end of every group of rows within it."""
-    position = query_positions[start]
-    low, high = _enter_bins(position, keys, key_positions, widths, shifts, bins, seen, count, base)
-    low, high = _visible(position, keys, key_positions, low, high, reach, causal, window, chunk)
-    low = max(low, window_start)
-    origin = max(low - base, 0) // BLOCK * BLOCK
-    for group in range(STRIP // ROWS):
-        row = min(start + (group + 1) * ROWS, stop) - 1
-        end = last_seen(
-            query_positions[row], keys[0], keys[1], key_positions, widths, shifts, reach, causal, window, chunk
-        )
-        group_ends[group] = max(end - base - origin, 0)
-    panels = (group_ends[STRIP // ROWS - 1] + BLOCK - 1) // BLOCK
-    return origin, panels
-
-
-@_jit
-def _sink_interval(position, keys, key_positions, sinks, causal, window, chunk):
-    """Sinks that one query sees, as an interval counted from the first key of the segment."""
-    first, last = host_interval(position, window, chunk)
-    last = position if causal else last
-    start = first_key(key_positions, keys[0], keys[0] + sinks, first) - keys[0]
-    end = first_key(key_positions, keys[0], keys[0] + sinks, last + 1) - keys[0]
-    return start, max(start, end)
-
-
-@_jit
-def forward(
-    queue, items, dims, strides, query, key, value, out, lse, query_slot, query_position, query_keys, key_slot,
-    key_position, widths, shifts, slopes, reach, sink_tokens, causal, window, chunk, scale, one,
-):  # fmt: skip
+@jit
+def forward(queue, items, strides, query, key, value, out, lse, rules, tables, scratch, band, sink, one):
     """Takes items from ``queue`` and writes their rows of ``out`` and ``lse``.
 
     Tensors are flat views of their storage; ``strides`` is int64 ``(4, 5)``: offset and strides (batch, head,
-    token, dim) of query, key, value and out. ``dims`` is (H, H_kv, Q, D). ``one`` carries the compute type.
+    token, dim) of query, key, value and out. ``band`` and ``sink`` are ``Columns``; ``one`` carries the type.
     """
-    heads, kv_heads, queries, depth = dims
-    rows, samples = query_slot.shape[0], widths.shape[1]
+    tables, scratch = _lend(tables, scratch)
+    band, sink = lend_columns(band), lend_columns(sink)
+    query, key, value, out, lse = unowned(query), unowned(key), unowned(value), unowned(out), unowned(lse)
+    items, strides = unowned(items), unowned(strides)
+    depth, width, stride = rules.depth, round_up(rules.depth, BLOCK), rules.stride
+    causal, window, chunk = rules.causal, rules.window, rules.chunk
+    strip, result, bins, seen = scratch.strip, scratch.result, scratch.bins, scratch.seen
+    count, scores, starts, ends = band.count, band.weights, band.starts, band.ends
+    rows, samples = tables.query_slot.shape[0], tables.widths.shape[1]
+    group_size = rules.heads // rules.kv_heads
     kind = query.dtype
-    width = _up(depth, BLOCK)
-    span = 0
-    for item in range(items.shape[0]):
-        span = max(span, items[item, 5] - items[item, 4])
-    padded = _up(span, BLOCK) + BLOCK
-    sink_padded = _up(min(np.int64(sink_tokens), np.int64(key_slot.shape[1])), BLOCK)
-    stride, sink_stride = padded + 16, sink_padded + 16
-    key_panels, value_rows = np.empty(padded * depth, kind), np.empty(padded * width, kind)
-    sink_panels, sink_rows = np.empty(sink_padded * depth, kind), np.empty(sink_padded * width, kind)
-    scores, sink_scores = np.empty(STRIP * stride, kind), np.empty(STRIP * sink_stride, kind)
-    count, strip, result = np.empty(padded, kind), np.zeros(STRIP * depth, kind), np.empty(STRIP * width, kind)
-    bins, seen = np.empty((3, samples), np.int64), np.empty(3, np.int64)
-    groups = STRIP // ROWS
-    starts, ends, full = np.empty(groups, np.int64), np.empty(groups, np.int64), np.empty(groups, np.int64)
-    totals, tops = np.empty(STRIP, np.float64), np.empty(STRIP, np.float64)
-    sink_count = np.full(sink_stride, one * samples, kind)
-    log_samples = math.log2(samples)
+    factor = kind.type(rules.scale * LOG2E)
+    sink.count[:] = samples
+    sink.starts[:] = 0
 
     while True:
         item = fetch_add(queue.ctypes.data, 1)
         if item >= items.shape[0]:
             break
-        b, g, item_start, item_end, base, key_end = items[item]
-        row = b % rows
-        positions, segments, slots = query_position[row], query_keys[row], query_slot[row]
-        key_positions, key_slots = key_position[row], key_slot[row]
-        k_at, v_at = (
-            strides[1, 0] + b * strides[1, 1] + g * strides[1, 2],
-            strides[2, 0] + b * strides[2, 1] + g * strides[2, 2],
-        )
-        _pack_panels(key, k_at, strides[1, 3], strides[1, 4], key_slots, base, key_end, depth, key_panels)
-        _pack_rows(value, v_at, strides[2, 3], strides[2, 4], key_slots, base, key_end, depth, one, value_rows, width)
-        _clear(value_rows, (key_end - base) * width, padded * width)
-        for h in range(g * (heads // kv_heads), (g + 1) * (heads // kv_heads)):
-            slope = kind.type(slopes[h] * LOG2E)
+        b, g, item_start, item_end = items[item, 0], items[item, 1], items[item, 2], items[item, 3]
+        base, key_end = items[item, 4], items[item, 5]
+        positions, documents = tables.query_position[b % rows], tables.query_keys[b % rows]
+        slots, key_slots = tables.query_slot[b % rows], tables.key_slot[b % rows]
+        key_positions = tables.key_position[b % rows]
+        k_at = strides[1, 0] + b * strides[1, 1] + g * strides[1, 2]
+        v_at = strides[2, 0] + b * strides[2, 1] + g * strides[2, 2]
+        pack_panels(key, k_at, strides[1, 3], strides[1, 4], key_slots, base, key_end, depth, band.panels)
+        pack_rows(value, v_at, strides[2, 3], strides[2, 4], key_slots, base, key_end, depth, one, band.rows, width)
+        for h in range(g * group_size, (g + 1) * group_size):
+            widths, shifts, reach = tables.widths[h], tables.shifts[h], tables.reach[h]
+            slope = kind.type(tables.slopes[h] * LOG2E)
             count[:] = 0
             bins[:2] = 0
-            _leave_bins(bins, seen)
             q_at = strides[0, 0] + b * strides[0, 1] + h * strides[0, 2]
-            o_at = strides[3, 0] + b * strides[3, 1] + h * strides[3, 2]
-            segment, sinks = np.int64(-1), np.int64(0)
+            out_at = strides[3, 0] + b * strides[3, 1] + h * strides[3, 2]
+            document, end, sinks = np.int64(-1), np.int64(-1), np.int64(0)
             start = item_start
             while start < item_end:
-                stop = _strip_end(start, item_end, segments)
-                keys = segments[start]
-                if keys[0] != segment:
-                    segment = keys[0]
-                    _leave_bins(bins, seen)
-                    if sink_tokens:
-                        sinks = first_key(key_positions, keys[0], keys[1], np.int64(sink_tokens)) - keys[0]
-                        _pack_panels(
-                            key,
-                            k_at,
-                            strides[1, 3],
-                            strides[1, 4],
-                            key_slots,
-                            keys[0],
-                            keys[0] + sinks,
-                            depth,
-                            sink_panels,
-                        )
-                        _pack_rows(
-                            value,
-                            v_at,
-                            strides[2, 3],
-                            strides[2, 4],
-                            key_slots,
-                            keys[0],
-                            keys[0] + sinks,
-                            depth,
-                            one,
-                            sink_rows,
-                            width,
-                        )
-                origin, panels = _plan_strip(
-                    start, stop, positions, keys, key_positions, widths[h], shifts[h], reach[h], keys[0] + sinks,
-                    causal, window, chunk, base, bins, seen, count, ends,
-                )  # fmt: skip
+                stop = strip_end(start, item_end, documents)
                 used = (stop - start + ROWS - 1) // ROWS
-                _pack_rows(
-                    query,
-                    q_at,
-                    strides[0, 3],
-                    strides[0, 4],
-                    slots,
-                    start,
-                    stop,
-                    depth,
-                    kind.type(scale * LOG2E),
-                    strip,
-                    depth,
+                if documents[start, 0] != document or documents[start, 1] != end:
+                    document, end = documents[start, 0], documents[start, 1]
+                    leave_bins(bins, seen)
+                    if rules.sink_tokens:
+                        sinks = first_key(key_positions, document, end, rules.sink_tokens) - document
+                        sink.ends[:] = sinks
+                        pack_panels(
+                            key, k_at, strides[1, 3], strides[1, 4], key_slots, document, document + sinks, depth,
+                            sink.panels,
+                        )  # fmt: skip
+                        pack_rows(
+                            value, v_at, strides[2, 3], strides[2, 4], key_slots, document, document + sinks, depth,
+                            one, sink.rows, width,
+                        )  # fmt: skip
+                low, high = enter_bins(
+                    positions[start], document, end, key_positions, widths, shifts, bins, seen, count, base
                 )
-                _score(one, strip, depth, key_panels, origin // BLOCK, panels, scores, stride, used, ends)
+                low, high = visible(
+                    positions[start], document, end, key_positions, low, high, reach, causal, window, chunk
+                )
+                panel = max(max(low, document + sinks) - base, 0) // BLOCK
+                origin = base + panel * BLOCK
+                end_groups(
+                    start, stop, positions, document, end, key_positions, widths, shifts, reach, causal, window,
+                    chunk, origin, ends,
+                )  # fmt: skip
+                pack_rows(query, q_at, strides[0, 3], strides[0, 4], slots, start, stop, depth, factor, strip, depth)
+                score(one, strip, depth, band.panels, panel, scores, stride, used, ends)
                 if sinks:
-                    full[:] = sinks
-                    _score(
-                        one,
-                        strip,
-                        depth,
-                        sink_panels,
-                        0,
-                        _up(sinks, BLOCK) // BLOCK,
-                        sink_scores,
-                        sink_stride,
-                        used,
-                        full,
-                    )
+                    score(one, strip, depth, sink.panels, 0, sink.weights, rules.sink_stride, used, sink.ends)
                 for i in range(stop - start):
                     position = positions[start + i]
-                    low, high = _enter_bins(position, keys, key_positions, widths[h], shifts[h], bins, seen, count, base)
-                    low, high = _visible(position, keys, key_positions, low, high, reach[h], causal, window, chunk)
-                    low = max(low, keys[0] + sinks)
-                    line = i * stride
-                    group = i // ROWS
-                    a = line + min(low - base - origin, ends[group])
-                    z = max(line + high - base - origin, a)
+                    low, high = enter_bins(
+                        position, document, end, key_positions, widths, shifts, bins, seen, count, base
+                    )
+                    low, high = visible(
+                        position, document, end, key_positions, low, high, reach, causal, window, chunk
+                    )
+                    low = max(low, document + sinks)
+                    line, group = i * stride, i // ROWS
+                    a = line + min(low - origin, ends[group])
+                    z = max(line + high - origin, a)
                     if i % ROWS == 0:
                         starts[group] = a - line
-                    top = kind.type(-np.inf)
+                    top, total, vectors = kind.type(-np.inf), kind.type(0), 0
                     if z > a:
                         if slope != 0:
-                            _slope(scores, a, z, slope, position, key_positions, low)
-                        vectors = _pad(scores, a, z)
+                            subtract_slope(scores, a, z, slope, position, key_positions, low)
+                        vectors = pad(scores, a, z)
                         top = largest(one, address(scores, a), vectors)
-                    total = kind.type(0)
                     if sinks:
-                        first, last = _sink_interval(position, keys, key_positions, sinks, causal, window, chunk)
-                        mine = i * sink_stride
+                        mine = i * rules.sink_stride
+                        first, last = visible_sinks(position, document, sinks, key_positions, causal, window, chunk)
                         if last > first:
-                            sink_vectors = _pad(sink_scores, mine + first, mine + last)
-                            sink_at = address(sink_scores, mine + first)
+                            sink_at = address(sink.weights, mine + first)
+                            sink_vectors = pad(sink.weights, mine + first, mine + last)
                             top = max(top, largest(one, sink_at, sink_vectors))
-                            total += weigh(one, sink_at, address(sink_count, 0), sink_vectors, top)
-                        _clear(sink_scores, mine, mine + first)
-                        _clear(sink_scores, mine + last, mine + sinks)
+                            total += weigh(one, sink_at, address(sink.count, 0), sink_vectors, top)
+                        clear(sink.weights, mine, mine + first)
+                        clear(sink.weights, mine + last, mine + sinks)
                     if z > a:
                         total += weigh(one, address(scores, a), address(count, low - base), vectors, top)
-                    _clear(scores, line + starts[group], a)
-                    _clear(scores, z, line + ends[group])
-                    totals[i], tops[i] = total, top
-                _clear(result, 0, used * ROWS * width)
-                _gather(one, scores, stride, starts, ends, value_rows, width, origin, result, used)
+                    clear(scores, line + starts[group], a)
+                    clear(scores, z, line + ends[group])
+                    scratch.tops[i], scratch.totals[i] = top, total
+                clear(result, 0, used * ROWS * width)
+                gather(one, scores, stride, starts, ends, band.rows, width, origin - base, result, used)
                 if sinks:
-                    starts[:] = 0
-                    _gather(one, sink_scores, sink_stride, starts, full, sink_rows, width, 0, result, used)
+                    gather(
+                        one, sink.weights, rules.sink_stride, sink.starts, sink.ends, sink.rows, width, 0, result,
+                        used,
+                    )  # fmt: skip
                 for i in range(stop - start):
-                    inverse = kind.type(0 if totals[i] == 0 else 1 / totals[i])
-                    target = o_at + slots[start + i] * strides[3, 3]
-                    _unpack_row(result[i * width :], inverse, out, target, strides[3, 4], depth)
-                    at = (b * heads + h) * queries + slots[start + i]
-                    if totals[i] != 0:
-                        lse[at] = (tops[i] + math.log2(totals[i]) - log_samples) * LN2
+                    at = (b * rules.heads + h) * rules.queries + slots[start + i]
+                    total = scratch.totals[i]
+                    if total == 0:  # no visible key
+                        clear(result, i * width, (i + 1) * width)
+                        total, lse[at] = 1.0, -np.inf
                     else:
-                        lse[at] = -np.inf
+                        lse[at] = (scratch.tops[i] + math.log2(total / samples)) * LN2
+                    unpack_row(
+                        result, i, width, kind.type(1 / total), out, out_at + slots[start + i] * strides[3, 3],
+                        strides[3, 4], depth,
+                    )  # fmt: skip
                 start = stop
 
 
-@_jit
+@jit
 def backward(
-    queue, items, dims, strides, query, key, value, out, out_grad, lse, lse_grad, query_grad, key_grad, value_grad,
-    query_slot, query_position, query_keys, key_slot, key_position, widths, shifts, slopes, reach, sink_tokens,
-    causal, window, chunk, scale, one,
+    queue, items, strides, query, key, value, out, out_grad, lse, lse_grad, query_grad, key_grad, value_grad, rules,
+    tables, scratch, band, sink, one,
 ):  # fmt: skip
     """Takes items from ``queue``, writes their rows of ``query_grad`` and adds to ``key_grad`` and ``value_grad``.
 
     Tensors are flat views; ``strides`` is int64 ``(8, 5)``: query, key, value, out, out_grad, query_grad, key_grad,
-    value_grad. No two items in flight at a time may share keys.
+    value_grad. No two items in flight at a time may share keys. ``lse_grad`` is empty where it is zero.
 
     With P_ij the weights of the softmax and dP_ij = dout_i . v_j: dS_ij = P_ij (dP_ij - delta_i), where delta_i
     = dout_i . out_i - dlse_i; dq = scale dS k, dk = scale dS^T q, dv = P^T dout.
     """
-    heads, kv_heads, queries, depth = dims
-    rows, samples = query_slot.shape[0], widths.shape[1]
+    tables, scratch = _lend(tables, scratch)
+    band, sink = lend_columns(band), lend_columns(sink)
+    query, key, value, out, out_grad = unowned(query), unowned(key), unowned(value), unowned(out), unowned(out_grad)
+    lse, lse_grad, query_grad = unowned(lse), unowned(lse_grad), unowned(query_grad)
+    key_grad, value_grad = unowned(key_grad), unowned(value_grad)
+    items, strides = unowned(items), unowned(strides)
+    depth, width, stride = rules.depth, round_up(rules.depth, BLOCK), rules.stride
+    causal, window, chunk = rules.causal, rules.window, rules.chunk
+    strip, out_strip, result = scratch.strip, scratch.out_strip, scratch.result
+    bins, seen, count, starts, ends = scratch.bins, scratch.seen, band.count, band.starts, band.ends
+    rows, samples = tables.query_slot.shape[0], tables.widths.shape[1]
+    group_size = rules.heads // rules.kv_heads
     kind = query.dtype
-    width = _up(depth, BLOCK)
-    span = 0
-    for item in range(items.shape[0]):
-        span = max(span, items[item, 5] - items[item, 4])
-    padded = _up(span, BLOCK) + BLOCK
-    sink_padded = _up(min(np.int64(sink_tokens), np.int64(key_slot.shape[1])), BLOCK)
-    stride, sink_stride = padded + 16, sink_padded + 16
-    key_panels = np.empty(padded * depth, kind)
-    value_panels = np.empty(padded * depth, kind)
-    key_rows = np.empty(padded * width, kind)
-    key_sums = np.empty(padded * width, kind)
-    value_sums = np.empty(padded * width, kind)
-    sink_key_panels = np.empty(sink_padded * depth, kind)
-    sink_value_panels = np.empty(sink_padded * depth, kind)
-    sink_key_rows = np.empty(sink_padded * width, kind)
-    sink_key_sums = np.empty(sink_padded * width, kind)
-    sink_value_sums = np.empty(sink_padded * width, kind)
-    weights = np.empty(STRIP * stride, kind)
-    gradients = np.empty(STRIP * stride, kind)
-    sink_weights = np.empty(STRIP * sink_stride, kind)
-    sink_gradients = np.empty(STRIP * sink_stride, kind)
-    count = np.empty(padded, kind)
-    strip = np.zeros(STRIP * depth, kind)
-    out_strip = np.zeros(STRIP * depth, kind)
-    wide_strip = np.zeros(STRIP * width, kind)
-    wide_out_strip = np.zeros(STRIP * width, kind)
-    result = np.empty(STRIP * width, kind)
-    bins, seen = np.empty((3, samples), np.int64), np.empty(3, np.int64)
-    groups = STRIP // ROWS
-    starts, ends, full = np.empty(groups, np.int64), np.empty(groups, np.int64), np.empty(groups, np.int64)
-    row_starts = np.empty(STRIP, np.int64)
-    row_ends = np.empty(STRIP, np.int64)
-    sink_row_starts = np.empty(STRIP, np.int64)
-    sink_row_ends = np.empty(STRIP, np.int64)
-    sink_count = np.full(sink_stride, one * samples, kind)
-    log_samples = math.log2(samples)
+    factor, ln2, scale = kind.type(rules.scale * LOG2E), kind.type(LN2), kind.type(rules.scale)
+    sink.count[:] = samples
+    sink.starts[:] = 0
 
     while True:
         item = fetch_add(queue.ctypes.data, 1)
         if item >= items.shape[0]:
             break
-        b, g, item_start, item_end, base, key_end = items[item]
-        row = b % rows
-        positions, segments, slots = query_position[row], query_keys[row], query_slot[row]
-        key_positions, key_slots = key_position[row], key_slot[row]
-        at = strides[:, 0] + b * strides[:, 1]
-        kv_at = at + g * strides[:, 2]
-        _pack_panels(key, kv_at[1], strides[1, 3], strides[1, 4], key_slots, base, key_end, depth, key_panels)
-        _pack_panels(value, kv_at[2], strides[2, 3], strides[2, 4], key_slots, base, key_end, depth, value_panels)
-        _pack_rows(key, kv_at[1], strides[1, 3], strides[1, 4], key_slots, base, key_end, depth, one, key_rows, width)
-        _clear(key_rows, (key_end - base) * width, padded * width)
-        _clear(key_sums, 0, padded * width)
-        _clear(value_sums, 0, padded * width)
-        segment, sinks = np.int64(-1), np.int64(0)
-        for h in range(g * (heads // kv_heads), (g + 1) * (heads // kv_heads)):
-            slope = kind.type(slopes[h] * LOG2E)
+        b, g, item_start, item_end = items[item, 0], items[item, 1], items[item, 2], items[item, 3]
+        base, key_end = items[item, 4], items[item, 5]
+        positions, documents = tables.query_position[b % rows], tables.query_keys[b % rows]
+        slots, key_slots = tables.query_slot[b % rows], tables.key_slot[b % rows]
+        key_positions = tables.key_position[b % rows]
+        k_at = strides[1, 0] + b * strides[1, 1] + g * strides[1, 2]
+        v_at = strides[2, 0] + b * strides[2, 1] + g * strides[2, 2]
+        dk_at = strides[6, 0] + b * strides[6, 1] + g * strides[6, 2]
+        dv_at = strides[7, 0] + b * strides[7, 1] + g * strides[7, 2]
+        pack_panels(key, k_at, strides[1, 3], strides[1, 4], key_slots, base, key_end, depth, band.panels)
+        pack_panels(value, v_at, strides[2, 3], strides[2, 4], key_slots, base, key_end, depth, band.value_panels)
+        pack_rows(key, k_at, strides[1, 3], strides[1, 4], key_slots, base, key_end, depth, one, band.rows, width)
+        clear(band.key_sums, 0, band.key_sums.size)
+        clear(band.value_sums, 0, band.value_sums.size)
+        for h in range(g * group_size, (g + 1) * group_size):
+            widths, shifts, reach = tables.widths[h], tables.shifts[h], tables.reach[h]
+            slope = kind.type(tables.slopes[h] * LOG2E)
             count[:] = 0
             bins[:2] = 0
-            _leave_bins(bins, seen)
-            head_at = at + h * strides[:, 2]
+            q_at = strides[0, 0] + b * strides[0, 1] + h * strides[0, 2]
+            out_at = strides[3, 0] + b * strides[3, 1] + h * strides[3, 2]
+            do_at = strides[4, 0] + b * strides[4, 1] + h * strides[4, 2]
+            dq_at = strides[5, 0] + b * strides[5, 1] + h * strides[5, 2]
+            document, end, sinks = np.int64(-1), np.int64(-1), np.int64(0)
             start = item_start
             while start < item_end:
-                stop = _strip_end(start, item_end, segments)
-                keys = segments[start]
-                if keys[0] != segment or start == item_start:
-                    _leave_bins(bins, seen)
-                    if sink_tokens:
-                        _flush(
-                            sink_key_sums,
-                            width,
-                            segment,
-                            sinks,
-                            key_slots,
-                            key_grad,
-                            kv_at[6],
-                            strides[6],
-                            depth,
-                            kind.type(LN2),
-                        )
-                        _flush(
-                            sink_value_sums,
-                            width,
-                            segment,
-                            sinks,
-                            key_slots,
-                            value_grad,
-                            kv_at[7],
-                            strides[7],
-                            depth,
-                            one,
-                        )
-                        sinks = first_key(key_positions, keys[0], keys[1], np.int64(sink_tokens)) - keys[0]
-                        _pack_panels(
-                            key,
-                            kv_at[1],
-                            strides[1, 3],
-                            strides[1, 4],
-                            key_slots,
-                            keys[0],
-                            keys[0] + sinks,
-                            depth,
-                            sink_key_panels,
-                        )
-                        _pack_panels(
-                            value,
-                            kv_at[2],
-                            strides[2, 3],
-                            strides[2, 4],
-                            key_slots,
-                            keys[0],
-                            keys[0] + sinks,
-                            depth,
-                            sink_value_panels,
-                        )
-                        _pack_rows(
-                            key,
-                            kv_at[1],
-                            strides[1, 3],
-                            strides[1, 4],
-                            key_slots,
-                            keys[0],
-                            keys[0] + sinks,
-                            depth,
-                            one,
-                            sink_key_rows,
-                            width,
-                        )
-                        _clear(sink_key_sums, 0, sink_key_sums.size)
-                        _clear(sink_value_sums, 0, sink_value_sums.size)
-                    segment = keys[0]
-                origin, panels = _plan_strip(
-                    start, stop, positions, keys, key_positions, widths[h], shifts[h], reach[h], keys[0] + sinks,
-                    causal, window, chunk, base, bins, seen, count, ends,
-                )  # fmt: skip
+                stop = strip_end(start, item_end, documents)
                 size = stop - start
                 used = (size + ROWS - 1) // ROWS
-                _pack_rows(
-                    query,
-                    head_at[0],
-                    strides[0, 3],
-                    strides[0, 4],
-                    slots,
-                    start,
-                    stop,
-                    depth,
-                    kind.type(scale * LOG2E),
-                    strip,
-                    depth,
+                if documents[start, 0] != document or documents[start, 1] != end:
+                    if sinks:
+                        add_rows(
+                            sink.key_sums, width, key_slots, document, document + sinks, key_grad, dk_at,
+                            strides[6, 3], strides[6, 4], depth, ln2,
+                        )  # fmt: skip
+                        add_rows(
+                            sink.value_sums, width, key_slots, document, document + sinks, value_grad, dv_at,
+                            strides[7, 3], strides[7, 4], depth, one,
+                        )  # fmt: skip
+                    document, end = documents[start, 0], documents[start, 1]
+                    leave_bins(bins, seen)
+                    if rules.sink_tokens:
+                        sinks = first_key(key_positions, document, end, rules.sink_tokens) - document
+                        sink.ends[:] = sinks
+                        sink.row_starts[:] = 0
+                        sink.row_ends[:] = sinks
+                        pack_panels(
+                            key, k_at, strides[1, 3], strides[1, 4], key_slots, document, document + sinks, depth,
+                            sink.panels,
+                        )  # fmt: skip
+                        pack_panels(
+                            value, v_at, strides[2, 3], strides[2, 4], key_slots, document, document + sinks, depth,
+                            sink.value_panels,
+                        )  # fmt: skip
+                        pack_rows(
+                            key, k_at, strides[1, 3], strides[1, 4], key_slots, document, document + sinks, depth,
+                            one, sink.rows, width,
+                        )  # fmt: skip
+                        clear(sink.key_sums, 0, sink.key_sums.size)
+                        clear(sink.value_sums, 0, sink.value_sums.size)
+                low, high = enter_bins(
+                    positions[start], document, end, key_positions, widths, shifts, bins, seen, count, base
                 )
-                _pack_rows(
-                    out_grad,
-                    head_at[4],
-                    strides[4, 3],
-                    strides[4, 4],
-                    slots,
-                    start,
-                    stop,
-                    depth,
-                    one,
-                    out_strip,
-                    depth,
+                low, high = visible(
+                    positions[start], document, end, key_positions, low, high, reach, causal, window, chunk
                 )
-                _widen(strip, wide_strip, size, depth, width)
-                _widen(out_strip, wide_out_strip, size, depth, width)
-                _score(one, strip, depth, key_panels, origin // BLOCK, panels, weights, stride, used, ends)
-                _score(one, out_strip, depth, value_panels, origin // BLOCK, panels, gradients, stride, used, ends)
-                if sinks:
-                    full[:] = sinks
-                    blocks = _up(sinks, BLOCK) // BLOCK
-                    _score(one, strip, depth, sink_key_panels, 0, blocks, sink_weights, sink_stride, used, full)
-                    _score(
-                        one, out_strip, depth, sink_value_panels, 0, blocks, sink_gradients, sink_stride, used, full
-                    )
+                panel = max(max(low, document + sinks) - base, 0) // BLOCK
+                origin = base + panel * BLOCK
+                end_groups(
+                    start, stop, positions, document, end, key_positions, widths, shifts, reach, causal, window,
+                    chunk, origin, ends,
+                )  # fmt: skip
+                pack_rows(query, q_at, strides[0, 3], strides[0, 4], slots, start, stop, depth, factor, strip, depth)
+                pack_rows(
+                    out_grad, do_at, strides[4, 3], strides[4, 4], slots, start, stop, depth, one, out_strip, depth
+                )
                 for i in range(size):
-                    position = positions[start + i]
-                    low, high = _enter_bins(position, keys, key_positions, widths[h], shifts[h], bins, seen, count, base)
-                    low, high = _visible(position, keys, key_positions, low, high, reach[h], causal, window, chunk)
-                    low = max(low, keys[0] + sinks)
-                    line = i * stride
-                    group = i // ROWS
-                    a = line + min(low - base - origin, ends[group])
-                    z = max(line + high - base - origin, a)
+                    unpack_row(strip, i, depth, one, scratch.wide_strip, i * width, 1, depth)
+                    unpack_row(out_strip, i, depth, one, scratch.wide_out_strip, i * width, 1, depth)
+                score(one, strip, depth, band.panels, panel, band.weights, stride, used, ends)
+                score(one, out_strip, depth, band.value_panels, panel, band.gradients, stride, used, ends)
+                if sinks:
+                    score(one, strip, depth, sink.panels, 0, sink.weights, rules.sink_stride, used, sink.ends)
+                    score(
+                        one, out_strip, depth, sink.value_panels, 0, sink.gradients, rules.sink_stride, used,
+                        sink.ends,
+                    )  # fmt: skip
+                for i in range(size):
+                    position, slot = positions[start + i], slots[start + i]
+                    low, high = enter_bins(
+                        position, document, end, key_positions, widths, shifts, bins, seen, count, base
+                    )
+                    low, high = visible(
+                        position, document, end, key_positions, low, high, reach, causal, window, chunk
+                    )
+                    low = max(low, document + sinks)
+                    line, group = i * stride, i // ROWS
+                    a = line + min(low - origin, ends[group])
+                    z = max(line + high - origin, a)
                     if i % ROWS == 0:
                         starts[group] = a - line
-                    slot = slots[start + i]
-                    at_row = (b * heads + h) * queries + slot
-                    shift = kind.type(lse[at_row] * LOG2E + log_samples)
-                    delta = kind.type(0) if lse_grad.size == 0 else -lse_grad[at_row]
+                    band.row_starts[i], band.row_ends[i] = a - line, z - line
+                    at = (b * rules.heads + h) * rules.queries + slot
+                    shift = kind.type(lse[at] * LOG2E + math.log2(samples))
+                    delta = kind.type(0) if lse_grad.size == 0 else -lse_grad[at]
                     for d in range(depth):
-                        delta += out[head_at[3] + slot * strides[3, 3] + d * strides[3, 4]] * out_strip[i * depth + d]
-                    delta = kind.type(delta)
-                    row_starts[i], row_ends[i] = a - line, z - line
+                        delta += out[out_at + slot * strides[3, 3] + d * strides[3, 4]] * out_strip[i * depth + d]
                     if z > a:
                         if slope != 0:
-                            _slope(weights, a, z, slope, position, key_positions, low)
-                        vectors = _pad(weights, a, z)
-                        weigh(one, address(weights, a), address(count, low - base), vectors, shift)
-                        _score_gradient(gradients, weights, a, z, delta)
+                            subtract_slope(band.weights, a, z, slope, position, key_positions, low)
+                        vectors = pad(band.weights, a, z)
+                        weigh(one, address(band.weights, a), address(count, low - base), vectors, shift)
+                        score_gradient(band.gradients, band.weights, a, z, delta)
                     # A group of keys is summed over every row that sees any of it: zeros around the visible run.
-                    _clear_around(weights, line, a, z, starts[group], ends[group])
-                    _clear_around(gradients, line, a, z, starts[group], ends[group])
+                    clear_around(band.weights, line, a, z, starts[group], ends[group])
+                    clear_around(band.gradients, line, a, z, starts[group], ends[group])
                     if sinks:
-                        first, last = _sink_interval(position, keys, key_positions, sinks, causal, window, chunk)
-                        mine = i * sink_stride
+                        mine = i * rules.sink_stride
+                        first, last = visible_sinks(position, document, sinks, key_positions, causal, window, chunk)
                         if last > first:
-                            vectors = _pad(sink_weights, mine + first, mine + last)
-                            sink_at = address(sink_weights, mine + first)
-                            weigh(one, sink_at, address(sink_count, 0), vectors, shift)
-                            _score_gradient(sink_gradients, sink_weights, mine + first, mine + last, delta)
-                        sink_row_starts[i], sink_row_ends[i] = 0, sinks
-                        _clear_around(sink_weights, mine, mine + first, mine + last, 0, sinks)
-                        _clear_around(sink_gradients, mine, mine + first, mine + last, 0, sinks)
-                _clear(result, 0, used * ROWS * width)
-                _gather(one, gradients, stride, starts, ends, key_rows, width, origin, result, used)
-                first, last = row_starts[0], row_ends[size - 1]
-                _scatter(
-                    one,
-                    gradients,
-                    stride,
-                    row_starts,
-                    row_ends,
-                    size,
-                    first,
-                    last,
-                    wide_strip,
-                    width,
-                    key_sums,
-                    origin,
-                )
-                _scatter(
-                    one,
-                    weights,
-                    stride,
-                    row_starts,
-                    row_ends,
-                    size,
-                    first,
-                    last,
-                    wide_out_strip,
-                    width,
-                    value_sums,
-                    origin,
-                )
+                            vectors = pad(sink.weights, mine + first, mine + last)
+                            weigh(one, address(sink.weights, mine + first), address(sink.count, 0), vectors, shift)
+                            score_gradient(sink.gradients, sink.weights, mine + first, mine + last, delta)
+                        clear_around(sink.weights, mine, mine + first, mine + last, 0, sinks)
+                        clear_around(sink.gradients, mine, mine + first, mine + last, 0, sinks)
+                clear(result, 0, used * ROWS * width)
+                gather(one, band.gradients, stride, starts, ends, band.rows, width, origin - base, result, used)
+                scatter(
+                    one, band.gradients, stride, band.row_starts, band.row_ends, size, scratch.wide_strip, width,
+                    band.key_sums, origin - base,
+                )  # fmt: skip
+                scatter(
+                    one, band.weights, stride, band.row_starts, band.row_ends, size, scratch.wide_out_strip, width,
+                    band.value_sums, origin - base,
+                )  # fmt: skip
                 if sinks:
-                    starts[:] = 0
-                    _gather(one, sink_gradients, sink_stride, starts, full, sink_key_rows, width, 0, result, used)
-                    _scatter(
-                        one,
-                        sink_gradients,
-                        sink_stride,
-                        sink_row_starts,
-                        sink_row_ends,
-                        size,
-                        0,
-                        sinks,
-                        wide_strip,
-                        width,
-                        sink_key_sums,
-                        0,
-                    )
-                    _scatter(
-                        one,
-                        sink_weights,
-                        sink_stride,
-                        sink_row_starts,
-                        sink_row_ends,
-                        size,
-                        0,
-                        sinks,
-                        wide_out_strip,
-                        width,
-                        sink_value_sums,
-                        0,
-                    )
+                    gather(
+                        one, sink.gradients, rules.sink_stride, sink.starts, sink.ends, sink.rows, width, 0, result,
+                        used,
+                    )  # fmt: skip
+                    scatter(
+                        one, sink.gradients, rules.sink_stride, sink.row_starts, sink.row_ends, size,
+                        scratch.wide_strip, width, sink.key_sums, 0,
+                    )  # fmt: skip
+                    scatter(
+                        one, sink.weights, rules.sink_stride, sink.row_starts, sink.row_ends, size,
+                        scratch.wide_out_strip, width, sink.value_sums, 0,
+                    )  # fmt: skip
                 for i in range(size):
-                    target = head_at[5] + slots[start + i] * strides[5, 3]
-                    _unpack_row(result[i * width :], kind.type(scale), query_grad, target, strides[5, 4], depth)
+                    unpack_row(
+                        result, i, width, scale, query_grad, dq_at + slots[start + i] * strides[5, 3],
+                        strides[5, 4], depth,
+                    )  # fmt: skip
                 start = stop
-        _flush(
-            key_sums, width, base, key_end - base, key_slots, key_grad, kv_at[6], strides[6], depth, kind.type(LN2)
+            if sinks:
+                add_rows(
+                    sink.key_sums, width, key_slots, document, document + sinks, key_grad, dk_at, strides[6, 3],
+                    strides[6, 4], depth, ln2,
+                )  # fmt: skip
+                add_rows(
+                    sink.value_sums, width, key_slots, document, document + sinks, value_grad, dv_at, strides[7, 3],
+                    strides[7, 4], depth, one,
+                )  # fmt: skip
+        add_rows(
+            band.key_sums, width, key_slots, base, key_end, key_grad, dk_at, strides[6, 3], strides[6, 4], depth, ln2
         )
-        _flush(value_sums, width, base, key_end - base, key_slots, value_grad, kv_at[7], strides[7], depth, one)
-        _flush(sink_key_sums, width, segment, sinks, key_slots, key_grad, kv_at[6], strides[6], depth, kind.type(LN2))
-        _flush(sink_value_sums, width, segment, sinks, key_slots, value_grad, kv_at[7], strides[7], depth, one)
+        add_rows(
+            band.value_sums, width, key_slots, base, key_end, value_grad, dv_at, strides[7, 3], strides[7, 4], depth,
+            one,
+        )  # fmt: skip

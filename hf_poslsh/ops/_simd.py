@@ -46,7 +46,7 @@ class _Vectors:
         return self.builder.load(self.pointer(base, offset, kind), align=self.size)
 
     def add_product(self, a, b, c):
-        """a * b + c, fused where the machine can."""
+        """Sum a * b + c, fused where the machine can."""
         return self.builder.fadd(self.builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
 
     def call(self, name: str, argument):
@@ -172,6 +172,19 @@ def fetch_add(typingctx, address, amount):
         return builder.atomic_rmw("add", pointer, args[1], "seq_cst")
 
     return types.int64(types.intp, types.int64), codegen
+
+
+@intrinsic
+def unowned(typingctx, array):
+    """The same array without an owner: no reference is counted for it, so the caller must keep it alive."""
+
+    def codegen(context, builder, signature, args):
+        struct = context.make_array(signature.args[0])(context, builder, value=args[0])
+        struct.meminfo = cgutils.get_null_value(struct.meminfo.type)
+        struct.parent = cgutils.get_null_value(struct.parent.type)
+        return struct._getvalue()
+
+    return array(array), codegen
 
 
 @njit(nogil=True, cache=True)

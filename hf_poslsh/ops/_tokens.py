@@ -65,7 +65,7 @@ def compact_tokens(layout: Layout) -> Tokens:
     for name, bad in (("query", query_bad), ("key", key_bad)):
         if bad >= 0:
             raise ValueError(
-                f"{name}_positions do not rise within a document, or {name}_segments fall along the row, in row {bad}. "
+                f"{name}_positions do not rise within a document, or {name}_segments fall along it, in row {bad}. "
                 "The banded pass needs tokens in order; impl='reference' takes any order."
             )
     query_keys = _segment_keys(query_segment, query_count, key_segment, key_count)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from hf_poslsh.ops import _kernel
+from hf_poslsh.ops._rows import make_columns, row_stride
 from hf_poslsh.ops._tokens import Tokens, compact_tokens, cut_items
 from hf_poslsh.ops.bias import UNLIMITED, Layout, PositionBias
 
@@ -182,20 +183,34 @@ class _Arguments:
 
     def run(self, kernel, phases, query, key, tensors, flat) -> None:
         """Runs a kernel over the items of each phase, one phase after another, on torch's number of threads."""
-        t = self.tokens
-        strides = np.array([[tensor.storage_offset(), *tensor.stride()] for tensor in tensors], dtype=np.int64)
-        strides[:, 0] -= [tensor.storage_offset() for tensor in tensors]
-        dims = (query.shape[1], key.shape[1], query.shape[2], query.shape[3])
+        t, (sink_tokens, causal, window, chunk, scale) = self.tokens, self.tail
+        strides = np.array([[0, *tensor.stride()] for tensor in tensors], dtype=np.int64)
+        keys = max((int((items[:, 5] - items[:, 4]).max()) for items in phases if len(items)), default=0)
+        sinks = min(sink_tokens, key.shape[2])
+        heads, depth, dtype = query.shape[1], query.shape[3], flat[0].dtype
+        rules = _kernel.Rules(
+            heads, key.shape[1], query.shape[2], depth, row_stride(keys), row_stride(sinks), sink_tokens, causal,
+            window, chunk, scale,
+        )  # fmt: skip
         tokens = (t.query_slot, t.query_position, t.query_keys, t.key_slot, t.key_position)
-        one = flat[0].dtype.type(1)
+        tables = _kernel.Tables(*self.tables, *tokens)
+        backward = kernel is _kernel.backward
+        threads = min(torch.get_num_threads(), max(map(len, phases), default=0))
+        scratch = [
+            (
+                _kernel.make_scratch(depth, self.tables[0].shape[1], dtype),
+                make_columns(keys, depth, dtype, backward),
+                make_columns(sinks, depth, dtype, backward),
+            )
+            for _ in range(threads)
+        ]
         for items in phases:
             queue = np.zeros(1, np.int64)
-            call = functools.partial(
-                kernel, queue, items, dims, strides, *flat, *tokens, *self.tables, *self.tail, one
-            )
-            threads = min(torch.get_num_threads(), len(items))
-            others = [_pool(os.getpid()).submit(call) for _ in range(threads - 1)]
-            call()
+            call = functools.partial(kernel, queue, items, strides, *flat, rules, tables)
+            one = dtype.type(1)
+            others = [_pool(os.getpid()).submit(call, *scratch[i], one) for i in range(1, min(threads, len(items)))]
+            if len(items):
+                call(*scratch[0], one)
             for other in others:
                 other.result()
 

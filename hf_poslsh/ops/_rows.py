@@ -1,0 +1,317 @@
+"""The parts of the CPU kernel: bins of the current query, visible keys, packed blocks of rows, their products.
+
+Arrays are flat; "address" arguments of the products are made here and nowhere else. Functions that run for
+every query take arrays without an owner (``unowned``): counting references costs more than the work itself.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from hf_poslsh.hashing import first_in_bin, last_in_bin
+from hf_poslsh.ops._simd import BLOCK, LANES, ROWS, address, multiply, multiply_add, unowned
+from hf_poslsh.ops._tokens import first_key, host_interval, last_seen
+
+STRIP = 32  # query rows that share one read of the keys
+GROUPS = STRIP // ROWS
+PAD = -3e38  # a score that weighs nothing
+_FAST = {"reassoc", "contract", "nsz"}  # sums may be reordered; NaN and inf keep their meaning
+
+jit = njit(nogil=True, cache=True)
+_fast_jit = njit(nogil=True, cache=True, fastmath=_FAST)
+
+
+class Columns(NamedTuple):
+    """Packed keys and what a strip of queries computes with them; every thread has its own.
+
+    One such set serves the keys of an item, a second one the sinks of a document. Sizes: see ``make_columns``.
+    """
+
+    panels: np.ndarray  # keys, transposed in blocks: [block, d, lane]
+    value_panels: np.ndarray  # values likewise (backward)
+    rows: np.ndarray  # values [key, d] in the forward pass, keys in the backward pass
+    key_sums: np.ndarray  # gradient of the keys [key, d] (backward)
+    value_sums: np.ndarray  # gradient of the values [key, d] (backward)
+    weights: np.ndarray  # scores, then weights [row, key]
+    gradients: np.ndarray  # gradient of the weights, then of the scores [row, key] (backward)
+    count: np.ndarray  # hashes that hold each key with the current query
+    row_starts: np.ndarray  # first column that each row of the strip sees
+    row_ends: np.ndarray
+    starts: np.ndarray  # first column that each group of ROWS rows sees
+    ends: np.ndarray
+
+
+def make_columns(keys: int, depth: int, dtype: np.dtype, backward: bool) -> Columns:
+    """Scratch memory for at most ``keys`` packed keys of ``depth`` dimensions."""
+    padded, width, stride = room(keys), round_up(depth, BLOCK), row_stride(keys)
+    extra = int(backward)
+    sizes = [padded * depth, extra * padded * depth, padded * width, *[extra * padded * width] * 2]
+    sizes += [STRIP * stride, extra * STRIP * stride, padded]
+    integers = [np.empty(n, np.int64) for n in (STRIP, STRIP, GROUPS, GROUPS)]
+    return Columns(*(np.zeros(n, dtype) for n in sizes), *integers)
+
+
+@jit
+def round_up(n, multiple):
+    """Smallest multiple that is at least n."""
+    return (n + multiple - 1) // multiple * multiple
+
+
+@jit
+def room(keys):
+    """Packed keys that fit, whole blocks and one to spare."""
+    return round_up(keys, BLOCK) + BLOCK
+
+
+@jit
+def row_stride(keys):
+    """Columns from one row of a strip to the next; the 16 keep rows off the same cache set."""
+    return room(keys) + 16
+
+
+@jit
+def lend_columns(c):
+    """The same memory without owners."""
+    return Columns(
+        unowned(c.panels), unowned(c.value_panels), unowned(c.rows), unowned(c.key_sums), unowned(c.value_sums),
+        unowned(c.weights), unowned(c.gradients), unowned(c.count), unowned(c.row_starts), unowned(c.row_ends),
+        unowned(c.starts), unowned(c.ends),
+    )  # fmt: skip
+
+
+# --- bins -------------------------------------------------------------------------------------------------
+
+
+@jit
+def _add(count, start, end, amount):
+    for j in range(np.uint64(max(start, 0)), np.uint64(min(max(end, 0), count.size))):
+        count[j] += amount
+
+
+@jit
+def enter_bins(position, start, end, key_positions, widths, shifts, bins, seen, count, base):
+    """Moves every hash whose bin ended on to the bin of ``position``; the interval of keys in any bin.
+
+    ``start`` and ``end`` bound the keys of the query's document. ``bins`` is int64 ``(3, s)``: first and end key
+    of each hash's current bin, and its last position. ``seen`` is int64 ``(3,)``: the interval of keys in any
+    bin, and the position at which the first bin ends. ``count[0]`` belongs to the key ``base``.
+    """
+    if position <= seen[2]:
+        return seen[0], seen[1]
+    one = count.dtype.type(1)
+    low, high, last = end, start, np.int64(2**62)
+    for r in range(widths.size):
+        if position > bins[2, r]:
+            _add(count, bins[0, r] - base, bins[1, r] - base, -one)
+            first = position
+            if position != bins[2, r] + 1:
+                first = first_in_bin(position, widths[r], shifts[r])
+            bins[2, r] = last_in_bin(position, widths[r], shifts[r])
+            bins[0, r] = first_key(key_positions, start, end, first)
+            bins[1, r] = first_key(key_positions, start, end, bins[2, r] + 1)
+            _add(count, bins[0, r] - base, bins[1, r] - base, one)
+        low, high, last = min(low, bins[0, r]), max(high, bins[1, r]), min(last, bins[2, r])
+    seen[0], seen[1], seen[2] = low, high, last
+    return low, high
+
+
+@jit
+def leave_bins(bins, seen):
+    """Marks the bins as those of another document; their counts are taken back when the next one is entered."""
+    bins[2] = -1
+    seen[2] = -1
+
+
+@jit
+def visible(position, start, end, key_positions, low, high, reach, causal, window, chunk):
+    """Interval of visible keys of one query, given the interval of keys in any of its bins."""
+    first, last = host_interval(position, window, chunk)
+    low = max(low, first_key(key_positions, start, end, max(first, position - reach + 1)))
+    if not causal:
+        position = min(last, position + reach - 1)
+    return low, min(high, first_key(key_positions, start, end, position + 1))
+
+
+@jit
+def visible_sinks(position, start, sinks, key_positions, causal, window, chunk):
+    """Interval of the document's ``sinks`` that one query sees, counted from the document's first key."""
+    first, last = host_interval(position, window, chunk)
+    low = first_key(key_positions, start, start + sinks, first) - start
+    high = first_key(key_positions, start, start + sinks, (position if causal else last) + 1) - start
+    return low, max(low, high)
+
+
+@jit
+def strip_end(start, end, query_keys):
+    """End of the strip from ``start``: at most STRIP rows, all of one document."""
+    stop = min(start + STRIP, end)
+    while query_keys[stop - 1, 0] != query_keys[start, 0] or query_keys[stop - 1, 1] != query_keys[start, 1]:
+        stop -= 1
+    return stop
+
+
+@jit
+def end_groups(
+    start, stop, query_positions, first, end, key_positions, widths, shifts, reach, causal, window, chunk, origin,
+    ends,
+):  # fmt: skip
+    """Last column that each group of rows may see, counted from the packed key ``origin``."""
+    for group in range(GROUPS):
+        row = min(start + (group + 1) * ROWS, stop) - 1
+        seen = last_seen(
+            query_positions[row], first, end, key_positions, widths, shifts, reach, causal, window, chunk
+        )
+        ends[group] = max(seen - origin, 0)
+
+
+# --- rows in and out --------------------------------------------------------------------------------------
+
+
+@jit
+def pack_panels(source, offset, stride, depth_stride, slots, start, end, depth, panels):
+    """Rows ``slots[start:end]`` of a tensor, transposed in blocks: ``panels[block, d, lane]``, zero-padded."""
+    for block in range((end - start + BLOCK - 1) // BLOCK):
+        base = block * depth * BLOCK
+        for lane in range(BLOCK):
+            index = start + block * BLOCK + lane
+            if index < end:
+                row = offset + slots[index] * stride
+                for d in range(depth):
+                    panels[np.uint64(base + d * BLOCK + lane)] = source[np.uint64(row + d * depth_stride)]
+            else:
+                for d in range(depth):
+                    panels[np.uint64(base + d * BLOCK + lane)] = 0
+
+
+@jit
+def pack_rows(source, offset, stride, depth_stride, slots, start, end, depth, factor, rows, width):
+    """Rows ``slots[start:end]`` of a tensor times ``factor``, one after another, ``width`` apart."""
+    for index in range(start, end):
+        _copy_row(
+            source, offset + slots[index] * stride, depth_stride, rows, (index - start) * width, 1, depth, factor
+        )
+
+
+@jit
+def unpack_row(rows, index, width, factor, target, offset, depth_stride, depth):
+    """Writes one packed row times ``factor`` to a tensor."""
+    _copy_row(rows, index * width, 1, target, offset, depth_stride, depth, factor)
+
+
+@jit
+def _copy_row(source, source_at, source_stride, target, target_at, target_stride, depth, factor):
+    if source_stride == 1 and target_stride == 1:
+        ahead = np.uint64(target_at) - np.uint64(source_at)
+        for i in range(np.uint64(source_at), np.uint64(source_at + depth)):
+            target[i + ahead] = source[i] * factor
+    else:
+        for d in range(depth):
+            target[np.uint64(target_at + d * target_stride)] = (
+                source[np.uint64(source_at + d * source_stride)] * factor
+            )
+
+
+@jit
+def add_rows(sums, width, slots, start, end, gradient, offset, stride, depth_stride, depth, factor):
+    """Adds packed rows times ``factor`` to the rows ``slots[start:end]`` of a gradient."""
+    for index in range(start, end):
+        target = offset + slots[index] * stride
+        for d in range(depth):
+            gradient[target + d * depth_stride] += sums[(index - start) * width + d] * factor
+
+
+@jit
+def clear(array, start, end):
+    """Zeros on [start, end)."""
+    for j in range(np.uint64(start), np.uint64(max(start, end))):
+        array[j] = 0
+
+
+# --- one row of a strip -----------------------------------------------------------------------------------
+
+
+@jit
+def pad(scores, start, end):
+    """Writes PAD behind ``end`` up to the last vector; the number of vectors from ``start`` on.
+
+    So the vector loops leave no scalar remainder, which would cost a short row more than all the rest.
+    """
+    vectors = (end - start + LANES - 1) // LANES
+    for j in range(np.uint64(end), np.uint64(start + vectors * LANES)):
+        scores[j] = PAD
+    return vectors
+
+
+@_fast_jit
+def subtract_slope(scores, start, end, slope, position, key_positions, first):
+    """scores[j] -= slope * distance, where column ``start`` is the key ``first``."""
+    ahead = np.uint64(first) - np.uint64(start)
+    for j in range(np.uint64(start), np.uint64(end)):
+        scores[j] -= slope * scores.dtype.type(abs(position - key_positions[j + ahead]))
+
+
+@_fast_jit
+def score_gradient(gradients, weights, start, end, delta):
+    """gradients[j] = weights[j] * (gradients[j] - delta)."""
+    for j in range(np.uint64(start), np.uint64(end)):
+        gradients[j] = weights[j] * (gradients[j] - delta)
+
+
+@jit
+def clear_around(array, line, start, end, group_start, group_end):
+    """Zeros in a row outside [start, end), over the blocks of keys that its group computes with."""
+    stop = line + round_up(group_end, ROWS)
+    clear(array, line + group_start // ROWS * ROWS, min(start, stop))
+    clear(array, end, stop)
+
+
+# --- products of a strip ----------------------------------------------------------------------------------
+
+
+@jit
+def score(one, strip, depth, panels, first_panel, scores, stride, groups, ends):
+    """scores[row, key] = strip @ panels, for every group of rows up to its last column."""
+    for panel in range((ends[groups - 1] + BLOCK - 1) // BLOCK):
+        for group in range(groups):
+            if panel * BLOCK < ends[group]:
+                multiply(
+                    one, address(strip, group * ROWS * depth), depth, 1,
+                    address(panels, (first_panel + panel) * depth * BLOCK), BLOCK,
+                    address(scores, group * ROWS * stride + panel * BLOCK), stride, depth,
+                )  # fmt: skip
+
+
+@jit
+def gather(one, weights, stride, starts, ends, rows, width, first_row, out, groups):
+    """out[row, d] += weights @ rows, every group of rows over its own columns."""
+    for group in range(groups):
+        depth = ends[group] - starts[group]
+        if depth > 0:
+            for d in range(0, width, BLOCK):
+                multiply_add(
+                    one, address(weights, group * ROWS * stride + starts[group]), stride, 1,
+                    address(rows, (first_row + starts[group]) * width + d), width,
+                    address(out, group * ROWS * width + d), width, depth,
+                )  # fmt: skip
+
+
+@jit
+def scatter(one, weights, stride, row_starts, row_ends, rows, strip, width, out, first_row):
+    """out[key, d] += weights^T @ strip, every group of keys over the rows that see any of it."""
+    low = high = 0
+    for key in range(row_starts[0] // ROWS * ROWS, row_ends[rows - 1], ROWS):
+        while low < rows and row_ends[low] <= key:
+            low += 1
+        high = max(high, low)
+        while high < rows and row_starts[high] < key + ROWS:
+            high += 1
+        if high > low:
+            for d in range(0, width, BLOCK):
+                multiply_add(
+                    one, address(weights, low * stride + key), 1, stride,
+                    address(strip, low * width + d), width,
+                    address(out, (first_row + key) * width + d), width, high - low,
+                )  # fmt: skip
