@@ -95,9 +95,8 @@ def test_saving_and_loading(ids, tmp_path):
     assert type(text) is type(model.language_model)
     assert torch.equal(logits(text, ids), expected)
     for kwargs in ({}, {"attn_implementation": "sdpa"}, {"attn_implementation": {"text_config": "sdpa"}}):
-        for host in (transformers.Llama4ForConditionalGeneration, transformers.Llama4ForCausalLM):
-            with pytest.raises((KeyError, ValueError), match="poslsh"):
-                host.from_pretrained(tmp_path / "one", **kwargs)
+        with pytest.raises((KeyError, ValueError), match="poslsh"):
+            transformers.Llama4ForConditionalGeneration.from_pretrained(tmp_path / "one", **kwargs)
     host = unpatch_model(loaded)
     assert classes(host) == classes(tiny())
     assert torch.equal(logits(host.language_model, ids), logits(tiny_model("llama4"), ids))

@@ -101,11 +101,12 @@ class PosLSHCompositeConfigMixin(_SelfDescribing):
     """A host's config whose ``text_config`` is patched and whose other parts are not."""
 
     text_class: ClassVar[type]
+    if TYPE_CHECKING:
+        text_config: Any
 
     def __post_init__(self, **kwargs: Any) -> None:
-        text: Any = self.text_config
-        if isinstance(text, dict):
-            self.text_config = self.text_class(**text)
+        if isinstance(self.text_config, dict):
+            self.text_config = self.text_class(**self.text_config)
         super().__post_init__(**kwargs)
 
     def _guard(self, content: dict[str, Any]) -> None:
