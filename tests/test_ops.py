@@ -9,7 +9,8 @@ import torch
 
 from hf_poslsh import PositionalHash, alibi_slopes, positional_lsh_attention
 from hf_poslsh.ops.bias import PositionBias
-from hf_poslsh.ops.functional import biased_attention, make_layout
+from hf_poslsh.ops.blocks import merge_attention
+from hf_poslsh.ops.functional import alibi_attention, biased_attention, certified_reach, make_layout
 
 F64 = {"rtol": 1e-9, "atol": 1e-10}
 F32 = {"rtol": 2e-4, "atol": 2e-5}
@@ -437,3 +438,75 @@ def test_operator_contract():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.library.opcheck(banded._banded, arguments)
+
+
+def test_merge_by_hand():
+    parts = [
+        (torch.tensor([[1.0], [0.0]]), torch.tensor([math.log(1.0), -math.inf])),
+        (torch.tensor([[4.0], [0.0]]), torch.tensor([math.log(3.0), -math.inf])),
+        (torch.tensor([[0.0], [0.0]]), torch.tensor([-math.inf, -math.inf])),
+    ]
+    out, lse = merge_attention(parts)
+    torch.testing.assert_close(out, torch.tensor([[3.25], [0.0]]))
+    torch.testing.assert_close(lse, torch.tensor([math.log(4.0), -math.inf]))
+    with pytest.raises(ValueError, match="no parts"):
+        merge_attention([])
+
+
+def test_merge_of_disjoint_keys_is_attention_over_all():
+    q, k, v = inputs(queries=30)
+    everything = PositionalHash.sample(np.full(4, 1e9), 1)
+    halves = [
+        positional_lsh_attention(
+            q, k[:, :, part], v[:, :, part], everything, return_lse=True,
+            query_positions=torch.arange(30), key_positions=torch.arange(30)[part],
+        )
+        for part in (slice(0, 11), slice(11, 30))
+    ]  # fmt: skip
+    out, lse = merge_attention(halves)
+    expected = positional_lsh_attention(q, k, v, everything, return_lse=True)
+    torch.testing.assert_close((out, lse), expected, **F64)
+
+
+@pytest.mark.parametrize("estimator", ["pooled", "mean"])
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("sinks", [0, 2])
+def test_blocks_is_the_oracle(estimator, is_causal, sinks):
+    tensors = inputs(queries=90)
+    options = {"estimator": estimator, "is_causal": is_causal, "sink_tokens": sinks}
+    actual = run(tensors, hashes_for(4, 6), impl="blocks", **options)
+    assert_same(actual, run(tensors, hashes_for(4, 6), impl="reference", **options), **F64)
+
+
+def test_blocks_with_empty_rows():
+    tensors = inputs(queries=30)
+    options = {"key_positions": torch.stack([torch.arange(30), torch.arange(30) - 9])}
+    for estimator in ("pooled", "mean"):
+        actual = run(tensors, hashes_for(4, 6), impl="blocks", estimator=estimator, **options)
+        expected = run(tensors, hashes_for(4, 6), impl="reference", estimator=estimator, **options)
+        assert_same(actual, expected, **F64)
+
+
+def test_the_cut_of_alibi_keeps_its_promise():
+    q, k, v = inputs(batch=1, queries=900, dtype=torch.float64)
+    sigma = np.array([1.0, 2.0, 4.0, 6.0])
+    distance = np.abs(np.subtract.outer(np.arange(900), np.arange(900)))
+    weight = np.tril(np.exp(-distance / sigma[:, None, None]))
+    exact = by_hand(q, k, v, weight)
+    for tolerance in (1e-2, 1e-6, 1e-12):
+        out, lse = alibi_attention(q, k, v, sigma, tolerance=tolerance, return_lse=True)
+        _, full = alibi_attention(q, k, v, sigma, impl="reference", return_lse=True)
+        assert (full - lse).max() <= tolerance * 1.001 + 1e-12  # log of the share that is left
+        assert (out - exact).abs().max() <= 2 * v.abs().max() * tolerance + 1e-12
+    # A bound that is given instead of measured is used: the smaller it is, the more is dropped.
+    reach = certified_reach(1 / sigma, np.zeros(4), 900, 1e-2)
+    out, _ = alibi_attention(q, k, v, sigma, tolerance=1e-2, max_score=0.0, return_lse=True)
+    cut = by_hand(q, k, v, weight * (distance < reach[:, None, None]))
+    torch.testing.assert_close(out, cut, **F64)
+
+
+def test_certified_reach_by_hand():
+    # sigma = 1: the series is 1 / (1 - 1/e); 2 U = 6.
+    expected = math.ceil(6 + math.log(1 / (1 - math.exp(-1))) + math.log(2 / 1e-3))
+    assert certified_reach(np.array([1.0]), np.array([3.0]), 10**6, 1e-3).tolist() == [expected]
+    assert certified_reach(np.array([1.0]), np.array([np.nan]), 10, 1e-3)[0] == 2**62

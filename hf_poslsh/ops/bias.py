@@ -58,6 +58,10 @@ class PositionBias:
         reach = np.full(num_heads, UNLIMITED if window is None else window, dtype=np.int64)
         return cls(_one_bin(num_heads), np.zeros(num_heads), reach, sink_tokens)
 
+    def cut(self, reach: np.ndarray) -> PositionBias:
+        """The same bias, not beyond ``reach`` (int64 ``(heads,)``)."""
+        return dataclasses.replace(self, reach=np.minimum(self.reach, reach), tolerance=None)
+
     @property
     def num_heads(self) -> int:
         """Number of global query heads."""

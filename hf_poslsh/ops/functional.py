@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from hf_poslsh.hashing import PositionalHash
-from hf_poslsh.ops.bias import Layout, PositionBias
+from hf_poslsh.ops.banded import banded_attention
+from hf_poslsh.ops.bias import UNLIMITED, Layout, PositionBias
+from hf_poslsh.ops.blocks import blocks_attention
 from hf_poslsh.ops.reference import reference_attention
+from hf_poslsh.slopes import resolve_sigma
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -47,8 +51,8 @@ def positional_lsh_attention(
         scale: factor of the scores; 1 / sqrt(D) if None.
         estimator: ``"pooled"``, or ``"mean"``: the average of s separately normalised block softmaxes.
         sink_tokens: positions below this keep weight 1 for all later queries of their document.
-        impl: ``"reference"`` (dense float64 oracle), ``"banded"`` (all masks in one pass, memory linear in n) or
-            ``"auto"`` (by device).
+        impl: ``"reference"`` (dense float64 oracle), ``"banded"`` (all masks in one pass, memory linear in n),
+            ``"blocks"`` (the paper's s passes, merged) or ``"auto"`` (by device and estimator).
         query_positions: integer ``(Q,)`` or ``(B, Q)``; negative marks a padded query, whose output is 0. By
             default the queries are the last Q of the K tokens.
         key_positions: integer ``(K,)`` or ``(B, K)``; negative marks a masked key, which contributes exactly
@@ -78,6 +82,85 @@ def positional_lsh_attention(
     return (out, lse) if return_lse else out
 
 
+def alibi_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sigma: np.ndarray | Sequence[float],
+    *,
+    is_causal: bool = True,
+    scale: float | None = None,
+    tolerance: float = 1e-6,
+    max_score: float | np.ndarray | None = None,
+    sink_tokens: int = 0,
+    impl: str = "auto",
+    return_lse: bool = False,
+    **layout: torch.Tensor | int | None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Exact ALiBi, ``L_ij = e^{-|i-j|/sigma}`` in place of M~, cut where what lies beyond is certified to be small.
+
+    Args:
+        query: ``(B, H, Q, D)``.
+        key: ``(B, H_kv, K, D)``.
+        value: ``(B, H_kv, K, D)``.
+        sigma: length scale in positions, one per query head.
+        is_causal: hide keys at later positions than the query.
+        scale: factor of the scores; 1 / sqrt(D) if None.
+        tolerance: the largest share of a row's weight that the cut may drop, see ``certified_reach``.
+        max_score: bound on ``|s_ij|``, one number or one per head, where known; else measured from the norms.
+        sink_tokens: positions below this keep weight 1.
+        impl: as for ``positional_lsh_attention``; ``"reference"`` does not cut.
+        return_lse: also return the log-sum-exp.
+        layout: positions, segments, window and chunk, as for ``positional_lsh_attention``.
+
+    Returns:
+        As ``positional_lsh_attention``.
+
+    Raises:
+        ValueError: an argument does not fit the others; the message names it.
+    """
+    bias = PositionBias.alibi(resolve_sigma(tuple(sigma), query.shape[1]), tolerance, sink_tokens)
+    tokens = make_layout(query, key, is_causal, **layout)
+    if max_score is not None:
+        scores = np.broadcast_to(np.asarray(max_score, dtype=np.float64), (bias.num_heads,))
+        bias = bias.cut(certified_reach(bias.slopes, scores, key.shape[2], tolerance))
+    out, lse = biased_attention(query, key, value, bias, tokens, scale, impl=impl)
+    return (out, lse) if return_lse else out
+
+
+def certified_reach(slopes: np.ndarray, max_score: np.ndarray, keys: int, tolerance: float) -> np.ndarray:
+    """Distance from which on all keys of an ALiBi row together carry at most ``tolerance`` of its weight.
+
+    Derivation: with ``|s_ij| <= U`` a row weighs at least ``e^{-U}`` (its own key, at distance 0), and the keys at
+    distance d or more at most ``2 e^U min(keys, 1 / (1 - e^{-1/sigma})) e^{-d/sigma}`` (both sides, a geometric
+    series). Their ratio is at most the tolerance for ``d >= sigma (2 U + log(...) + log(2 / tolerance))``.
+
+    Args:
+        slopes: 1 / sigma of every head.
+        max_score: U of every head.
+        keys: number of keys.
+        tolerance: between 0 and 1.
+
+    Returns:
+        int64 ``(heads,)``, ``UNLIMITED`` where U is not finite.
+    """
+    terms = np.minimum(keys, -1 / np.expm1(-slopes))
+    reach = np.ceil((2 * max_score + np.log(np.maximum(terms, 1.0)) + math.log(2 / tolerance)) / slopes)
+    return np.where(np.isfinite(reach) & (reach < UNLIMITED), reach, UNLIMITED).astype(np.int64)
+
+
+def _measured_score(query: torch.Tensor, key: torch.Tensor, layout: Layout, scale: float) -> np.ndarray:
+    """Bound on ``|s_ij|`` of every head by Cauchy and Schwarz: the product of the largest norms."""
+
+    def largest(tensor: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        norms = torch.linalg.vector_norm(tensor.detach(), dim=-1, dtype=torch.float64)
+        return torch.where((positions >= 0)[:, None], norms, 0.0).amax((0, 2))
+
+    group = query.shape[1] // key.shape[1]
+    keys = largest(key, layout.key_positions).repeat_interleave(group)
+    return (abs(scale) * largest(query, layout.query_positions) * keys).cpu().numpy()
+
+
 def biased_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -101,21 +184,25 @@ def biased_attention(
     if impl == "reference":
         out, lse = reference_attention(query, key, value, bias, layout, scale, estimator)
     else:
-        from hf_poslsh.ops.banded import banded_attention
-
-        out, lse = banded_attention(query, key, value, bias, layout, scale)
+        if bias.tolerance is not None and query.numel() and key.numel():
+            score = _measured_score(query, key, layout, scale)
+            bias = bias.cut(certified_reach(bias.slopes, score, key.shape[2], bias.tolerance))
+        if impl == "blocks":
+            out, lse = blocks_attention(query, key, value, bias, layout, scale, estimator)
+        else:
+            out, lse = banded_attention(query, key, value, bias, layout, scale)
     return out, lse.to(torch.float64 if query.dtype == torch.float64 else torch.float32)
 
 
 def choose_impl(impl: str, estimator: str) -> str:
     """The implementation that serves a call; ``"auto"`` is decided here and nowhere else."""
-    if impl not in ("auto", "reference", "banded"):
-        raise ValueError(f"impl is {impl!r}; choose auto, reference or banded.")
-    if estimator == "mean":
-        if impl == "banded":
-            raise ValueError("impl='banded' pools all masks in one pass; estimator='mean' needs impl='reference'.")
-        return "reference"
-    return "banded" if impl == "auto" else impl
+    if impl not in ("auto", "reference", "banded", "blocks"):
+        raise ValueError(f"impl is {impl!r}; choose auto, reference, banded or blocks.")
+    if estimator == "mean" and impl == "banded":
+        raise ValueError("impl='banded' pools all masks in one pass; estimator='mean' needs impl='blocks'.")
+    if impl == "auto":
+        return "blocks" if estimator == "mean" else "banded"
+    return impl
 
 
 def make_layout(
