@@ -34,7 +34,6 @@ _FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
             "num_local_experts": 2,
             "moe_layers": [],
             "no_rope_layers": [1, 0],
-            "attention_chunk_size": None,
         },
     ),
 }
@@ -71,8 +70,8 @@ def tiny_model(
         **overrides: fields of the family's config.
 
     Returns:
-        A model with 2 layers, 4 query heads, 2 KV heads and head dim 8. Mistral has no sliding window and
-        Llama-4 no chunks unless ``overrides`` say so; Llama-4's second layer has no RoPE.
+        A model with 2 layers, 4 query heads, 2 KV heads and head dim 8. Mistral has no sliding window
+        and Llama-4 chunks of 8192 unless ``overrides`` say so; Llama-4's second layer has no RoPE.
 
     Raises:
         ValueError: an unknown family.

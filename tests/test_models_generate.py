@@ -60,7 +60,8 @@ def test_prefill_in_chunks(family, cache):
 def test_prompt_lookup(family):
     model = patched(family)
     row = torch.cat([random_ids(1, 8)] * 3, 1)
-    out = model.generate(row, max_new_tokens=NEW, do_sample=False, prompt_lookup_num_tokens=4)
+    never = {"eos_token_id": 1000}  # older transformers need some end token here
+    out = model.generate(row, max_new_tokens=NEW, do_sample=False, prompt_lookup_num_tokens=4, **never)
     assert out[0, -NEW:].tolist() == greedy(model, row).tolist()
 
 
@@ -111,6 +112,8 @@ def test_a_returned_cache_is_continued(family, kind):
 def test_a_cropped_cache_is_continued(family):
     model, row = patched(family, limited=False), random_ids(1, 20)
     for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=40)):
+        if not all(hasattr(layer, "crop") for layer in cache.layers):
+            continue  # older transformers crop dynamic caches only
         with torch.no_grad():
             model(row, **{CACHE_NAME: cache})
             cache.crop(-8)

@@ -21,7 +21,7 @@ METHOD = PosLSHConfig(sigma=SIGMA, num_samples=6, sink_tokens=1)
 
 def rows(lengths=(12,) * 8):
     return [
-        {"input_ids": row.tolist(), "labels": row.tolist()}
+        {"input_ids": row.tolist(), "labels": [-100, *row.tolist()[1:]]}
         for row in (random_ids(1, n, seed=i)[0] for i, n in enumerate(lengths))
     ]
 

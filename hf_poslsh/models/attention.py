@@ -146,8 +146,8 @@ def _host_attention(
 ) -> torch.Tensor:
     """A layer that the method leaves alone: the host's SDPA under the mask of this forward, a few rows at a time."""
     outs = []
-    for rows in torch.arange(query.shape[2]).split(_HOST_ROWS):
-        part = slice(int(rows[0]), int(rows[-1]) + 1)
+    for start in range(0, query.shape[2], _HOST_ROWS):
+        part = slice(start, start + _HOST_ROWS)
         segments = None if layout.query_segments is None else layout.query_segments[:, part]
         allowed = allowed_pairs(
             Layout(
