@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hf_poslsh import PositionalHash, alibi_slopes, positional_lsh_attention
+from hf_poslsh.ops import functional, rectangles
 from hf_poslsh.ops.bias import PositionBias
 from hf_poslsh.ops.blocks import merge_attention
 from hf_poslsh.ops.functional import alibi_attention, biased_attention, certified_reach, make_layout
@@ -510,3 +511,24 @@ def test_certified_reach_by_hand():
     expected = math.ceil(6 + math.log(1 / (1 - math.exp(-1))) + math.log(2 / 1e-3))
     assert certified_reach(np.array([1.0]), np.array([3.0]), 10**6, 1e-3).tolist() == [expected]
     assert certified_reach(np.array([1.0]), np.array([np.nan]), 10, 1e-3)[0] == 2**62
+
+
+@pytest.mark.parametrize("sinks", [0, 3])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_plain_torch_rectangles_are_the_oracle(sinks, is_causal, monkeypatch):
+    monkeypatch.setattr(rectangles, "_ROWS", 32)
+    hashes = PositionalHash.sample([1.0, 2.0, 4.0, 9.0], 8)
+    segments = torch.repeat_interleave(torch.arange(3), torch.tensor([40, 1, 109]))
+    packed = torch.cat([torch.arange(40), torch.arange(1), torch.arange(109)])
+    for options in (
+        {},
+        {"key_positions": packed, "key_segments": segments},
+        {"key_positions": torch.stack([torch.arange(150), torch.arange(150) - 70])},
+        {"window": 20, "chunk": 64},
+    ):
+        options = {"sink_tokens": sinks, "is_causal": is_causal, **options}
+        tensors = inputs(queries=150)
+        expected = run(tensors, hashes, impl="reference", **options)
+        with monkeypatch.context() as patch:
+            patch.setattr(functional, "banded_attention", rectangles.rectangles_attention)
+            assert_same(run(tensors, hashes, impl="banded", **options), expected, **F64)

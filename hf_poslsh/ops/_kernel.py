@@ -126,12 +126,12 @@ def forward(queue, items, strides, query, key, value, out, lse, rules, tables, s
     depth, width, stride = rules.depth, round_up(rules.depth, BLOCK), rules.stride
     causal, window, chunk = rules.causal, rules.window, rules.chunk
     strip, result, bins, seen = scratch.strip, scratch.result, scratch.bins, scratch.seen
-    count, scores, starts, ends = band.count, band.weights, band.starts, band.ends
+    count, scores, starts, ends = band.counts, band.weights, band.starts, band.ends
     rows, samples = tables.query_slot.shape[0], tables.widths.shape[1]
     group_size = rules.heads // rules.kv_heads
     kind = query.dtype
     factor = kind.type(rules.scale * LOG2E)
-    sink.count[:] = samples
+    sink.counts[:] = samples
     sink.starts[:] = 0
 
     while True:
@@ -216,7 +216,7 @@ def forward(queue, items, strides, query, key, value, out, lse, rules, tables, s
                             sink_at = address(sink.weights, mine + first)
                             sink_vectors = pad(sink.weights, mine + first, mine + last)
                             top = max(top, largest(one, sink_at, sink_vectors))
-                            total += weigh(one, sink_at, address(sink.count, 0), sink_vectors, top)
+                            total += weigh(one, sink_at, address(sink.counts, 0), sink_vectors, top)
                         clear(sink.weights, mine, mine + first)
                         clear(sink.weights, mine + last, mine + sinks)
                     if z > a:
@@ -268,12 +268,12 @@ def backward(
     depth, width, stride = rules.depth, round_up(rules.depth, BLOCK), rules.stride
     causal, window, chunk = rules.causal, rules.window, rules.chunk
     strip, out_strip, result = scratch.strip, scratch.out_strip, scratch.result
-    bins, seen, count, starts, ends = scratch.bins, scratch.seen, band.count, band.starts, band.ends
+    bins, seen, count, starts, ends = scratch.bins, scratch.seen, band.counts, band.starts, band.ends
     rows, samples = tables.query_slot.shape[0], tables.widths.shape[1]
     group_size = rules.heads // rules.kv_heads
     kind = query.dtype
     factor, ln2, scale = kind.type(rules.scale * LOG2E), kind.type(LN2), kind.type(rules.scale)
-    sink.count[:] = samples
+    sink.counts[:] = samples
     sink.starts[:] = 0
 
     while True:
@@ -401,7 +401,7 @@ def backward(
                         first, last = visible_sinks(position, document, sinks, key_positions, causal, window, chunk)
                         if last > first:
                             vectors = pad(sink.weights, mine + first, mine + last)
-                            weigh(one, address(sink.weights, mine + first), address(sink.count, 0), vectors, shift)
+                            weigh(one, address(sink.weights, mine + first), address(sink.counts, 0), vectors, shift)
                             score_gradient(sink.gradients, sink.weights, mine + first, mine + last, delta)
                         clear_around(sink.weights, mine, mine + first, mine + last, 0, sinks)
                         clear_around(sink.gradients, mine, mine + first, mine + last, 0, sinks)

@@ -37,7 +37,7 @@ class Columns(NamedTuple):
     value_sums: np.ndarray  # gradient of the values [key, d] (backward)
     weights: np.ndarray  # scores, then weights [row, key]
     gradients: np.ndarray  # gradient of the weights, then of the scores [row, key] (backward)
-    count: np.ndarray  # hashes that hold each key with the current query
+    counts: np.ndarray  # hashes that hold each key with the current query
     row_starts: np.ndarray  # first column that each row of the strip sees
     row_ends: np.ndarray
     starts: np.ndarray  # first column that each group of ROWS rows sees
@@ -77,7 +77,7 @@ def lend_columns(c):
     """The same memory without owners."""
     return Columns(
         unowned(c.panels), unowned(c.value_panels), unowned(c.rows), unowned(c.key_sums), unowned(c.value_sums),
-        unowned(c.weights), unowned(c.gradients), unowned(c.count), unowned(c.row_starts), unowned(c.row_ends),
+        unowned(c.weights), unowned(c.gradients), unowned(c.counts), unowned(c.row_starts), unowned(c.row_ends),
         unowned(c.starts), unowned(c.ends),
     )  # fmt: skip
 

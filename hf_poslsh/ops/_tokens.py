@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import torch
 from numba import njit
 
 from hf_poslsh.hashing import first_in_bin, last_in_bin
-from hf_poslsh.ops.bias import UNLIMITED, Layout
+from hf_poslsh.ops.bias import UNLIMITED, Layout, PositionBias
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,24 +45,19 @@ def compact_tokens(layout: Layout) -> Tokens:
     Raises:
         ValueError: positions do not rise within a document, or segments fall along a row.
     """
-    tensors = [layout.query_positions, layout.query_segments, layout.key_positions, layout.key_segments]
-    rows = max(tensor.shape[0] for tensor in tensors if tensor is not None)
+    pairs = (
+        (layout.query_positions, layout.query_segments),
+        (layout.key_positions, layout.key_segments),
+    )
+    rows = max(tensor.shape[0] for pair in pairs for tensor in pair if tensor is not None)
     arrays = []
-    for positions, segments in (tensors[:2], tensors[2:]):
-        position = np.ascontiguousarray(np.broadcast_to(positions.numpy(), (rows, positions.shape[1])))
-        segment = np.zeros_like(position) if segments is None else segments.numpy()
+    for positions, segments in pairs:
+        position = np.ascontiguousarray(np.broadcast_to(positions.cpu().numpy(), (rows, positions.shape[1])))
+        segment = np.zeros_like(position) if segments is None else segments.cpu().numpy()
         segment = np.ascontiguousarray(np.broadcast_to(segment, position.shape))
         arrays.append(_compact(position, segment))
-    (
-        (query_slot, query_position, query_segment, query_count, query_bad),
-        (
-            key_slot,
-            key_position,
-            key_segment,
-            key_count,
-            key_bad,
-        ),
-    ) = arrays
+    query_slot, query_position, query_segment, query_count, query_bad = arrays[0]
+    key_slot, key_position, key_segment, key_count, key_bad = arrays[1]
     for name, bad in (("query", query_bad), ("key", key_bad)):
         if bad >= 0:
             raise ValueError(
@@ -70,6 +66,32 @@ def compact_tokens(layout: Layout) -> Tokens:
             )
     query_keys = _segment_keys(query_segment, query_count, key_segment, key_count)
     return Tokens(query_slot, query_position, query_keys, query_count, key_slot, key_position, key_count)
+
+
+def blocks_seen(query: torch.Tensor, key: torch.Tensor, bias: PositionBias, layout: Layout, size: int) -> np.ndarray:
+    """Key slots that every block of ``size`` query slots may see, see ``seen_slots``.
+
+    Args:
+        query: ``(B, H, Q, D)``, for its shape.
+        key: ``(B, H_kv, K, D)``, for its shape.
+        bias: the positional bias of all H heads.
+        layout: on any device.
+        size: query slots of a block.
+
+    Returns:
+        int64 ``(B, H, blocks, 4)``.
+    """
+    t = compact_tokens(layout)
+    return seen_slots(
+        query.shape[0], query.shape[1], query.shape[2], size, t.query_slot, t.query_position, t.query_keys,
+        t.query_count, t.key_slot, t.key_position, bias.hashes.widths, bias.hashes.shifts, bias.reach,
+        layout.is_causal, unlimited(layout.window), unlimited(layout.chunk), bias.sink_tokens,
+    )  # fmt: skip
+
+
+def unlimited(number: int | None) -> int:
+    """A window or chunk as the compiled code takes it."""
+    return UNLIMITED if number is None else number
 
 
 @njit(nogil=True, cache=True)
@@ -201,3 +223,46 @@ def cut_items(
                 items[n, 3], items[n, 4], items[n, 5] = end, first, max(first, stop)
                 n += 1
     return items
+
+
+@njit(nogil=True, cache=True)
+def seen_slots(
+    batch, heads, length, size, query_slots, query_positions, query_keys, query_counts, key_slots, key_positions,
+    widths, shifts, reach, causal, window, chunk, sink_tokens,
+):  # fmt: skip
+    """Key slots that blocks of ``size`` query slots may see: int64 ``(batch, heads, blocks, 4)``.
+
+    The four numbers are two intervals of slots: sinks that lie before the window (empty where there are none),
+    and the window. Both are empty where a block has no query that exists.
+    """
+    rows = query_counts.size
+    blocks = (length + size - 1) // size
+    seen = np.zeros((batch, heads, blocks, 4), np.int64)
+    for b in range(batch):
+        row = b % rows
+        first_query = 0
+        for block in range(blocks):
+            end_query = first_query
+            while end_query < query_counts[row] and query_slots[row, end_query] < (block + 1) * size:
+                end_query += 1
+            if end_query > first_query:
+                first, last = query_keys[row, first_query], query_keys[row, end_query - 1]
+                for h in range(heads):
+                    low = _first_seen(
+                        query_positions[row, first_query], first[0], first[1], key_positions[row],
+                        widths[h], shifts[h], reach[h], window, chunk,
+                    )  # fmt: skip
+                    high = last_seen(
+                        query_positions[row, end_query - 1], last[0], last[1], key_positions[row],
+                        widths[h], shifts[h], reach[h], causal, window, chunk,
+                    )  # fmt: skip
+                    # Only the first query's document can begin before the window.
+                    sinks = first_key(key_positions[row], first[0], first[1], sink_tokens)
+                    if min(sinks, low) > first[0]:
+                        seen[b, h, block, 0] = key_slots[row, first[0]]
+                        seen[b, h, block, 1] = key_slots[row, min(sinks, low) - 1] + 1
+                    if high > low:
+                        seen[b, h, block, 2] = key_slots[row, low]
+                        seen[b, h, block, 3] = key_slots[row, high - 1] + 1
+            first_query = end_query
+    return seen

@@ -14,8 +14,9 @@ import torch
 
 from hf_poslsh.ops import _kernel
 from hf_poslsh.ops._rows import make_columns, row_stride
-from hf_poslsh.ops._tokens import Tokens, compact_tokens, cut_items
-from hf_poslsh.ops.bias import UNLIMITED, Layout, PositionBias
+from hf_poslsh.ops._tokens import Tokens, compact_tokens, cut_items, unlimited
+from hf_poslsh.ops.bias import Layout, PositionBias
+from hf_poslsh.ops.rectangles import rectangles_attention
 
 _ITEM_QUERIES = 1024  # queries of one work item: long enough to pay for packing the keys before them
 
@@ -35,7 +36,7 @@ def banded_attention(
     number of tokens.
 
     Args:
-        query: ``(B, H, Q, D)`` on the CPU.
+        query: ``(B, H, Q, D)``; the compiled kernel serves the CPU, plain torch every other device.
         key: ``(B, H_kv, K, D)``.
         value: ``(B, H_kv, K, D)``.
         bias: the positional bias of all H heads.
@@ -46,6 +47,8 @@ def banded_attention(
         Output ``(B, H, Q, D)`` in the dtype of ``query`` and the log-sum-exp ``(B, H, Q)`` in float32 (float64
         for float64 input). Both carry gradients to query, key and value.
     """
+    if query.device.type != "cpu":
+        return rectangles_attention(query, key, value, bias, layout, scale)
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     out, lse = _banded(
         query.to(dtype),
@@ -58,8 +61,8 @@ def banded_attention(
         layout.key_segments,
         bias.sink_tokens,
         layout.is_causal,
-        UNLIMITED if layout.window is None else layout.window,
-        UNLIMITED if layout.chunk is None else layout.chunk,
+        unlimited(layout.window),
+        unlimited(layout.chunk),
         scale,
     )
     return out.to(query.dtype), lse
@@ -193,7 +196,8 @@ class _Arguments:
             window, chunk, scale,
         )  # fmt: skip
         tokens = (t.query_slot, t.query_position, t.query_keys, t.key_slot, t.key_position)
-        tables = _kernel.Tables(*self.tables, *tokens)
+        widths, shifts, slopes, reach = self.tables
+        tables = _kernel.Tables(widths, shifts, slopes, reach, *tokens)
         backward = kernel is _kernel.backward
         threads = min(torch.get_num_threads(), max(map(len, phases), default=0))
         scratch = [

@@ -62,6 +62,11 @@ class PositionBias:
         """The same bias, not beyond ``reach`` (int64 ``(heads,)``)."""
         return dataclasses.replace(self, reach=np.minimum(self.reach, reach), tolerance=None)
 
+    def of_heads(self, heads: slice) -> PositionBias:
+        """The bias of some of the heads."""
+        hashes = PositionalHash(self.hashes.widths[heads], self.hashes.shifts[heads])
+        return dataclasses.replace(self, hashes=hashes, slopes=self.slopes[heads], reach=self.reach[heads])
+
     @property
     def num_heads(self) -> int:
         """Number of global query heads."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -95,7 +96,7 @@ def alibi_attention(
     sink_tokens: int = 0,
     impl: str = "auto",
     return_lse: bool = False,
-    **layout: torch.Tensor | int | None,
+    **layout: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact ALiBi, ``L_ij = e^{-|i-j|/sigma}`` in place of M~, cut where what lies beyond is certified to be small.
 
@@ -229,8 +230,10 @@ def make_layout(
         if key_positions.shape[-1] != keys:
             raise ValueError(f"key_positions has shape {tuple(key_positions.shape)} for {keys} keys.")
         query_positions = key_positions[..., keys - queries :]
-    if (query_segments is None) != (key_segments is None):
-        if query_segments is not None or queries > keys:
+    if key_segments is None and query_segments is not None:
+        raise ValueError("query_segments and key_segments go together; give both.")
+    if key_segments is not None and query_segments is None:
+        if queries > keys:
             raise ValueError("query_segments and key_segments go together; give both.")
         query_segments = key_segments[..., keys - queries :]
     return Layout(

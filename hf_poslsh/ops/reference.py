@@ -67,20 +67,42 @@ def reference_attention(
         Output ``(B, H, Q, D)`` in the dtype of ``query``, and the log-sum-exp ``(B, H, Q)`` in float64 (-inf for a
         row without a visible key). For ``"mean"`` the log-sum-exp is that of the pooled weights.
     """
-    groups = query.shape[1] // key.shape[1]
-    exists = (layout.key_positions >= 0)[:, None, :, None]
-    k = torch.where(exists, key, 0).double().repeat_interleave(groups, dim=1)
-    v = torch.where(exists, value, 0).double().repeat_interleave(groups, dim=1)
-    q = torch.where((layout.query_positions >= 0)[:, None, :, None], query, 0).double()
-    scores = q @ k.transpose(-1, -2) * scale
+    scores, v = _scores(query, key, value, layout, scale, torch.float64)
     allowed = allowed_pairs(layout)[:, None]
-
     out, lse = _masked_softmax(scores, torch.where(allowed, pair_weights(bias, layout), 0.0), v)
     if estimator == "mean":
         masks = (pair_weights(bias, layout, r) for r in range(bias.hashes.num_samples))
         outs = [_masked_softmax(scores, torch.where(allowed, mask, 0.0), v)[0] for mask in masks]
         out = torch.stack(outs).mean(0)
     return out.to(query.dtype), lse
+
+
+def dense_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: PositionBias,
+    layout: Layout,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pooled estimator as ``reference_attention`` has it, computed in float32 (float64 for float64 input)."""
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    scores, v = _scores(query, key, value, layout, scale, dtype)
+    weight = torch.where(allowed_pairs(layout)[:, None], pair_weights(bias, layout), 0.0).to(dtype)
+    out, lse = _masked_softmax(scores, weight, v)
+    return out.to(query.dtype), lse
+
+
+def _scores(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout, scale: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores ``(B, H, Q, K)`` and values ``(B, H, K, D)``; what a masked token holds is taken as 0."""
+    groups = query.shape[1] // key.shape[1]
+    exists = (layout.key_positions >= 0)[:, None, :, None]
+    k = torch.where(exists, key, 0).to(dtype).repeat_interleave(groups, dim=1)
+    v = torch.where(exists, value, 0).to(dtype).repeat_interleave(groups, dim=1)
+    q = torch.where((layout.query_positions >= 0)[:, None, :, None], query, 0).to(dtype)
+    return q @ k.transpose(-1, -2) * scale, v
 
 
 def _masked_softmax(
