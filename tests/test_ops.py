@@ -1,6 +1,7 @@
 """The attention operator against dense oracles: values and gradients, every layout, every kind of input."""
 
 import math
+import shutil
 import warnings
 
 import numpy as np
@@ -8,10 +9,10 @@ import pytest
 import torch
 
 from hf_poslsh import PositionalHash, alibi_slopes, positional_lsh_attention
-from hf_poslsh.ops import functional, rectangles
+from hf_poslsh.ops import flex, functional, rectangles
 from hf_poslsh.ops.bias import PositionBias
 from hf_poslsh.ops.blocks import merge_attention
-from hf_poslsh.ops.functional import alibi_attention, biased_attention, certified_reach, make_layout
+from hf_poslsh.ops.functional import alibi_attention, biased_attention, certified_reach, choose_impl, make_layout
 
 F64 = {"rtol": 1e-9, "atol": 1e-10}
 F32 = {"rtol": 2e-4, "atol": 2e-5}
@@ -532,3 +533,61 @@ def test_plain_torch_rectangles_are_the_oracle(sinks, is_causal, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(functional, "banded_attention", rectangles.rectangles_attention)
             assert_same(run(tensors, hashes, impl="banded", **options), expected, **F64)
+
+
+LAYOUTS = {
+    "plain": {},
+    "left padded": {"key_positions": torch.stack([torch.arange(300), torch.arange(300) - 170])},
+    "packed": {
+        "key_positions": torch.cat([torch.arange(140), torch.arange(1), torch.arange(159)]),
+        "key_segments": torch.repeat_interleave(torch.arange(3), torch.tensor([140, 1, 159])),
+    },
+    "host window and chunk": {"window": 20, "chunk": 64},
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("sinks", [0, 3])
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_flex_forward_is_the_oracle(layout, is_causal, sinks, monkeypatch):
+    # FlexAttention as it defines itself, uncompiled; the block mask, which is ours, is obeyed there as well.
+    monkeypatch.setattr(flex, "_compiled", lambda: flex.flex_attention)
+    q, k, v = inputs(queries=300, dtype=torch.float32)
+    options = {"is_causal": is_causal, "sink_tokens": sinks, **LAYOUTS[layout]}
+    hashes = PositionalHash.sample([1.0, 3.0, 9.0, 27.0], 20)
+    actual = positional_lsh_attention(q, k, v, hashes, impl="flex", **options)
+    expected = positional_lsh_attention(q, k, v, hashes, impl="reference", **options)
+    torch.testing.assert_close(actual, expected, **F32)
+
+
+def test_the_block_mask_of_flex_leaves_out_what_no_hash_reaches(monkeypatch):
+    made = []
+    monkeypatch.setattr(flex, "_block_mask", lambda *a, make=flex._block_mask: made.append(make(*a)) or made[-1])
+    monkeypatch.setattr(flex, "_compiled", lambda: flex.flex_attention)
+    q, k, v = inputs(batch=1, heads=2, kv_heads=1, queries=4096, depth=4, dtype=torch.float32)
+    positional_lsh_attention(q, k, v, PositionalHash.sample([1.0, 60.0], 20), impl="flex")
+    counts = made[0].kv_num_blocks[0]  # of 128 keys each, for every block of 128 queries
+    assert counts[0].max() <= 2
+    assert 3 <= counts[1].max() <= 8
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
+def test_flex_compiled_and_its_missing_backward():
+    q, k, v = inputs(batch=1, heads=2, kv_heads=1, queries=300, dtype=torch.float32)
+    hashes = hashes_for(2, 4)
+    out = positional_lsh_attention(q, k, v, hashes, impl="flex")
+    torch.testing.assert_close(out, positional_lsh_attention(q, k, v, hashes, impl="reference"), **F32)
+    with pytest.raises(ValueError, match="no log-sum-exp on the CPU"):
+        positional_lsh_attention(q, k, v, hashes, impl="flex", return_lse=True)
+    with pytest.raises(ValueError, match="no backward pass on the CPU"):
+        positional_lsh_attention(q.requires_grad_(), k, v, hashes, impl="flex")
+
+
+def test_auto_is_decided_by_device_and_estimator():
+    assert choose_impl("auto", "pooled", "cpu", torch.bfloat16) == "banded"
+    assert choose_impl("auto", "pooled", "cuda", torch.bfloat16) == "flex"
+    assert choose_impl("auto", "pooled", "cuda", torch.float64) == "banded"
+    assert choose_impl("auto", "pooled", "mps", torch.float32) == "banded"
+    assert choose_impl("auto", "mean", "cuda", torch.float32) == "blocks"
+    assert choose_impl("reference", "mean", "cuda", torch.float32) == "reference"

@@ -13,6 +13,7 @@ from hf_poslsh.hashing import PositionalHash
 from hf_poslsh.ops.banded import banded_attention
 from hf_poslsh.ops.bias import UNLIMITED, Layout, PositionBias
 from hf_poslsh.ops.blocks import blocks_attention
+from hf_poslsh.ops.flex import flex_pass
 from hf_poslsh.ops.reference import reference_attention
 from hf_poslsh.slopes import resolve_sigma
 
@@ -53,7 +54,8 @@ def positional_lsh_attention(
         estimator: ``"pooled"``, or ``"mean"``: the average of s separately normalised block softmaxes.
         sink_tokens: positions below this keep weight 1 for all later queries of their document.
         impl: ``"reference"`` (dense float64 oracle), ``"banded"`` (all masks in one pass, memory linear in n),
-            ``"blocks"`` (the paper's s passes, merged) or ``"auto"`` (by device and estimator).
+            ``"flex"`` (the same by torch's FlexAttention, compiled), ``"blocks"`` (the paper's s passes, merged) or
+            ``"auto"`` (by device and estimator, see ``choose_impl``).
         query_positions: integer ``(Q,)`` or ``(B, Q)``; negative marks a padded query, whose output is 0. By
             default the queries are the last Q of the K tokens.
         key_positions: integer ``(K,)`` or ``(B, K)``; negative marks a masked key, which contributes exactly
@@ -77,10 +79,9 @@ def positional_lsh_attention(
     layout = make_layout(
         query, key, is_causal, query_positions, key_positions, query_segments, key_segments, window, chunk
     )
-    out, lse = biased_attention(
-        query, key, value, PositionBias.from_hashes(hashes, sink_tokens), layout, scale, estimator, impl
-    )
-    return (out, lse) if return_lse else out
+    bias = PositionBias.from_hashes(hashes, sink_tokens)
+    out, lse = biased_attention(query, key, value, bias, layout, scale, estimator, impl, return_lse)
+    return out if lse is None else (out, lse)
 
 
 def alibi_attention(
@@ -125,8 +126,8 @@ def alibi_attention(
     if max_score is not None:
         scores = np.broadcast_to(np.asarray(max_score, dtype=np.float64), (bias.num_heads,))
         bias = bias.cut(certified_reach(bias.slopes, scores, key.shape[2], tolerance))
-    out, lse = biased_attention(query, key, value, bias, tokens, scale, impl=impl)
-    return (out, lse) if return_lse else out
+    out, lse = biased_attention(query, key, value, bias, tokens, scale, "pooled", impl, return_lse)
+    return out if lse is None else (out, lse)
 
 
 def certified_reach(slopes: np.ndarray, max_score: np.ndarray, keys: int, tolerance: float) -> np.ndarray:
@@ -171,17 +172,20 @@ def biased_attention(
     scale: float | None = None,
     estimator: str = "pooled",
     impl: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor]:
+    with_lse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention under any ``PositionBias``: checks the arguments and calls the implementation.
 
-    Shapes, results and errors are those of ``positional_lsh_attention``; output and log-sum-exp are returned.
+    Shapes, results and errors are those of ``positional_lsh_attention``. Returns the output, and the log-sum-exp if
+    ``with_lse``, else None.
     """
     _check_tensors(query, key, value, bias)
     _check_layout(query, key, layout)
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     if estimator not in ("pooled", "mean"):
         raise ValueError(f"estimator is {estimator!r}; choose pooled or mean.")
-    impl = choose_impl(impl, estimator)
+    impl = choose_impl(impl, estimator, query.device.type, query.dtype)
+    lse: torch.Tensor | None
     if impl == "reference":
         out, lse = reference_attention(query, key, value, bias, layout, scale, estimator)
     else:
@@ -190,19 +194,30 @@ def biased_attention(
             bias = bias.cut(certified_reach(bias.slopes, score, key.shape[2], bias.tolerance))
         if impl == "blocks":
             out, lse = blocks_attention(query, key, value, bias, layout, scale, estimator)
+        elif impl == "flex":
+            out, lse = flex_pass(query, key, value, bias, layout, scale, with_lse)
         else:
             out, lse = banded_attention(query, key, value, bias, layout, scale)
+    if not with_lse or lse is None:
+        return out, None
     return out, lse.to(torch.float64 if query.dtype == torch.float64 else torch.float32)
 
 
-def choose_impl(impl: str, estimator: str) -> str:
-    """The implementation that serves a call; ``"auto"`` is decided here and nowhere else."""
-    if impl not in ("auto", "reference", "banded", "blocks"):
-        raise ValueError(f"impl is {impl!r}; choose auto, reference, banded or blocks.")
-    if estimator == "mean" and impl == "banded":
-        raise ValueError("impl='banded' pools all masks in one pass; estimator='mean' needs impl='blocks'.")
+def choose_impl(impl: str, estimator: str, device: str, dtype: torch.dtype) -> str:
+    """The implementation that serves a call; ``"auto"`` is decided here and nowhere else.
+
+    On the CPU ``banded``; on CUDA ``flex``, but ``banded`` in float64, which FlexAttention does not take; elsewhere
+    ``banded``. The ``"mean"`` estimator needs the s passes of ``blocks``.
+    """
+    known = ("auto", "reference", "banded", "blocks", "flex")
+    if impl not in known:
+        raise ValueError(f"impl is {impl!r}; choose one of {', '.join(known)}.")
+    if estimator == "mean" and impl in ("banded", "flex"):
+        raise ValueError(f"impl={impl!r} pools all masks in one pass; estimator='mean' needs impl='blocks'.")
     if impl == "auto":
-        return "blocks" if estimator == "mean" else "banded"
+        if estimator == "mean":
+            return "blocks"
+        return "flex" if device == "cuda" and dtype != torch.float64 else "banded"
     return impl
 
 
