@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from hf_poslsh import PositionalHash, alibi_slopes, positional_lsh_attention
+from hf_poslsh import PositionalHash, PosLSHConfig, alibi_slopes, positional_lsh_attention
 from hf_poslsh.ops import flex, functional, rectangles
-from hf_poslsh.ops.bias import PositionBias
+from hf_poslsh.ops.bias import PositionBias, bias_from_config
 from hf_poslsh.ops.blocks import merge_attention
 from hf_poslsh.ops.functional import alibi_attention, biased_attention, certified_reach, choose_impl, make_layout
 
@@ -591,3 +591,25 @@ def test_auto_is_decided_by_device_and_estimator():
     assert choose_impl("auto", "pooled", "mps", torch.float32) == "banded"
     assert choose_impl("auto", "mean", "cuda", torch.float32) == "blocks"
     assert choose_impl("reference", "mean", "cuda", torch.float32) == "reference"
+
+
+def test_compiles_without_a_graph_break():
+    hashes = hashes_for(4)
+
+    def by_hashes(q, k, v):
+        return positional_lsh_attention(q * 1.0, k, v, hashes, sink_tokens=1)
+
+    def by_config(q, k, v):
+        bias = bias_from_config(PosLSHConfig(sink_tokens=1), 4, layer=0)
+        return biased_attention(q * 1.0, k, v, bias, make_layout(q, k))[0]
+
+    for attend in (by_hashes, by_config):
+        plain = [tensor.requires_grad_() for tensor in inputs(queries=50)]
+        compiled = [tensor.detach().clone().requires_grad_() for tensor in plain]
+        expected = attend(*plain)
+        actual = torch.compile(attend, fullgraph=True, backend="aot_eager")(*compiled)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+        for out in (expected, actual):
+            out.square().sum().backward()
+        for a, b in zip(plain, compiled, strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=0)

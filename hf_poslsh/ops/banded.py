@@ -54,7 +54,7 @@ def banded_attention(
         query.to(dtype),
         key.to(dtype),
         value.to(dtype),
-        *(torch.tensor(array) for array in (bias.hashes.widths, bias.hashes.shifts, bias.slopes, bias.reach)),
+        *bias.tensors,
         layout.query_positions,
         layout.key_positions,
         layout.query_segments,

@@ -19,7 +19,7 @@ from hf_poslsh.slopes import resolve_sigma
 UNLIMITED = 2**62  # positions; a reach that excludes nothing
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)  # not frozen: torch.compile reads the attributes of plain objects only
 class PositionBias:
     """Weight of a pair (query position i, key position j) of head h, before the scores.
 
@@ -40,6 +40,12 @@ class PositionBias:
     reach: np.ndarray
     sink_tokens: int = 0
     tolerance: float | None = None
+
+    def __post_init__(self) -> None:
+        self.num_heads = self.hashes.num_heads
+        arrays = (self.hashes.widths, self.hashes.shifts, self.slopes, self.reach)
+        # Widths, shifts, slopes and reach on the CPU, as the operators take them.
+        self.tensors = tuple(torch.tensor(array) for array in arrays)
 
     @classmethod
     def from_hashes(cls, hashes: PositionalHash, sink_tokens: int = 0) -> PositionBias:
@@ -67,13 +73,8 @@ class PositionBias:
         hashes = PositionalHash(self.hashes.widths[heads], self.hashes.shifts[heads])
         return dataclasses.replace(self, hashes=hashes, slopes=self.slopes[heads], reach=self.reach[heads])
 
-    @property
-    def num_heads(self) -> int:
-        """Number of global query heads."""
-        return self.hashes.num_heads
 
-
-@functools.lru_cache(maxsize=1024)
+@torch.compiler.assume_constant_result  # a config's bias never changes, so a compiled model may keep it
 def bias_from_config(config: PosLSHConfig, num_heads: int, layer: int = 0, step: int | None = None) -> PositionBias:
     """The bias of one layer's global query heads, as ``config`` describes it.
 
@@ -86,6 +87,11 @@ def bias_from_config(config: PosLSHConfig, num_heads: int, layer: int = 0, step:
     Raises:
         ValueError: ``config.sigma`` has another number of heads.
     """
+    return _bias_from_config(config, num_heads, layer, step)
+
+
+@functools.lru_cache(maxsize=1024)
+def _bias_from_config(config: PosLSHConfig, num_heads: int, layer: int, step: int | None) -> PositionBias:
     if config.bias in ("window", "none"):
         return PositionBias.window(num_heads, config.window, config.sink_tokens)
     sigma = resolve_sigma(config.sigma, num_heads)
