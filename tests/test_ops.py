@@ -594,13 +594,13 @@ def test_auto_is_decided_by_device_and_estimator():
 
 
 def test_compiles_without_a_graph_break():
-    hashes = hashes_for(4)
+    hashes, config = hashes_for(4), PosLSHConfig(sink_tokens=1)
 
     def by_hashes(q, k, v):
         return positional_lsh_attention(q * 1.0, k, v, hashes, sink_tokens=1)
 
     def by_config(q, k, v):
-        bias = bias_from_config(PosLSHConfig(sink_tokens=1), 4, layer=0)
+        bias = bias_from_config(config, 4, layer=0)
         return biased_attention(q * 1.0, k, v, bias, make_layout(q, k))[0]
 
     for attend in (by_hashes, by_config):
