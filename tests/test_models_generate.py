@@ -37,11 +37,11 @@ def left_padded():
     return ids, mask, (short, long)
 
 
-def check(model, **kwargs):
+def check(model, new=NEW, **kwargs):
     ids, mask, rows = left_padded()
-    out = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, **kwargs)
-    for got, row in zip(out[:, -NEW:], rows, strict=True):
-        assert got.tolist() == greedy(model, row).tolist()
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False, **kwargs)
+    for got, row in zip(out[:, -new:], rows, strict=True):
+        assert got.tolist() == greedy(model, row, new).tolist()
 
 
 @pytest.mark.parametrize("limited", [False, True], ids=["full", "limited"])
@@ -120,6 +120,12 @@ def test_a_cropped_cache_is_continued(family):
             out = model(row[:, 12:].flip(1), **{CACHE_NAME: cache}).logits
             expected = model(torch.cat([row[:, :12], row[:, 12:].flip(1)], 1), use_cache=False).logits
         torch.testing.assert_close(out, expected[:, 12:], atol=1e-5, rtol=0)
+
+
+def test_compiled_forward_with_a_static_cache():
+    model = patched("mistral")
+    model.forward = torch.compile(model.forward, backend="aot_eager")
+    check(model, new=4, cache_implementation="static")
 
 
 def test_generation_from_embeddings(family):

@@ -9,7 +9,10 @@ import torch
 import transformers
 from oracles import SIGMA
 from test_models import LIMITED, logits
-from transformers import AutoConfig, AutoModelForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, pipeline
 
 from hf_poslsh import PosLSHConfig, patch_model, poslsh, unpatch_model
 from hf_poslsh.testing import FAMILIES, tiny_model
@@ -21,33 +24,34 @@ IDS = torch.arange(1, 49).reshape(2, 24)
 _LOAD = """
 import json, sys, warnings
 import torch
-checkpoints, code, plugin = json.loads(sys.argv[1])
+checkpoints, codes, plugin = json.loads(sys.argv[1])
 if plugin:
     import hf_poslsh
 import transformers
 from transformers import AutoModelForCausalLM
 ids = torch.arange(1, 49).reshape(2, 24)
-answers = {}
-for name, checkpoint in checkpoints.items():
-    try:
-        model = eval(code, {**globals(), "ck": checkpoint, "host": getattr(transformers, name)})
-        with torch.no_grad():
-            answers[name] = model.eval()(ids).logits.tolist()
-    except Exception as error:
-        answers[name] = f"{type(error).__name__}: {error}"
+answers = [{} for code in codes]
+for code, answer in zip(codes, answers):
+    for name, checkpoint in checkpoints.items():
+        try:
+            model = eval(code, {**globals(), "ck": checkpoint, "host": getattr(transformers, name)})
+            with torch.no_grad():
+                answer[name] = model.eval()(ids).logits.tolist()
+        except Exception as error:
+            answer[name] = f"{type(error).__name__}: {error}"
 print("ANSWERS" + json.dumps(answers))
 """
 
 
-def in_fresh_process(checkpoints, code, plugin):
-    """Logits, or the error, of what ``code`` loads from each checkpoint ``ck``, by the host's class name."""
-    request = json.dumps([{HOST[family]: str(path) for family, path in checkpoints.items()}, code, plugin])
+def in_fresh_process(checkpoints, plugin, *codes):
+    """Logits, or the error, of what each of ``codes`` loads from each checkpoint ``ck``, by family."""
+    request = json.dumps([{HOST[family]: str(path) for family, path in checkpoints.items()}, codes, plugin])
     done = subprocess.run(
         [sys.executable, "-c", _LOAD, request], capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
     )
     assert "ANSWERS" in done.stdout, done.stderr
     answers = json.loads(done.stdout.split("ANSWERS")[1])
-    return {family: answers[HOST[family]] for family in checkpoints}
+    return [{family: answer[HOST[family]] for family in checkpoints} for answer in answers]
 
 
 @pytest.fixture(scope="module")
@@ -75,34 +79,33 @@ def check_refused(answers, message):
         assert message in answer
 
 
+AUTO = "AutoModelForCausalLM.from_pretrained(ck)"
+TRUSTED = "AutoModelForCausalLM.from_pretrained(ck, trust_remote_code=True)"
+STOCK = ("host.from_pretrained(ck)", "host.from_pretrained(ck, attn_implementation='sdpa')")
+
+
 def test_a_fresh_process_with_the_plugin_gives_identical_logits(checkpoints, expected):
-    check_equal(in_fresh_process(checkpoints, "AutoModelForCausalLM.from_pretrained(ck)", True), expected)
+    loaded, *stock = in_fresh_process(checkpoints, True, AUTO, *STOCK)
+    check_equal(loaded, expected)
+    for answers in stock:
+        check_refused(answers, "pip install hf-poslsh")
 
 
-def test_without_the_plugin_auto_classes_refuse(checkpoints):
-    check_refused(in_fresh_process(checkpoints, "AutoModelForCausalLM.from_pretrained(ck)", False), "Error")
+def test_a_fresh_process_without_the_plugin_refuses(checkpoints):
+    auto, named, poisoned = in_fresh_process(checkpoints, False, AUTO, *STOCK)
+    check_refused(auto, "Error")
+    check_refused(named, "poslsh")
+    check_refused(poisoned, "pip install hf-poslsh")
 
 
 def test_trusted_code_loads_the_installed_package(checkpoints, expected):
-    code = "AutoModelForCausalLM.from_pretrained(ck, trust_remote_code=True)"
-    check_equal(in_fresh_process(checkpoints, code, False), expected)
+    (loaded,) = in_fresh_process(checkpoints, False, TRUSTED)
+    check_equal(loaded, expected)
 
 
-def test_trusted_code_names_the_package_where_it_is_missing(checkpoints, tmp_path):
-    code = (
-        "(sys.modules.__setitem__('hf_poslsh', None),"
-        "AutoModelForCausalLM.from_pretrained(ck, trust_remote_code=True))[1]"
-    )
-    for answer in in_fresh_process(checkpoints, code, False).values():
-        assert isinstance(answer, str)
-        assert "hf_poslsh" in answer
-
-
-@pytest.mark.parametrize("plugin", [False, True], ids=["without", "with plugin"])
-@pytest.mark.parametrize("arguments", ["ck", "ck, attn_implementation='sdpa'"], ids=["plain", "sdpa"])
-def test_stock_classes_refuse(checkpoints, plugin, arguments):
-    answers = in_fresh_process(checkpoints, f"host.from_pretrained({arguments})", plugin)
-    check_refused(answers, "poslsh")
+def test_trusted_code_names_the_package_where_it_is_missing(checkpoints):
+    (answers,) = in_fresh_process(checkpoints, False, f"(sys.modules.__setitem__('hf_poslsh', None), {TRUSTED})[1]")
+    check_refused(answers, "hf_poslsh")
 
 
 def test_auto_classes_refuse_another_attention(checkpoints):
@@ -201,3 +204,35 @@ def test_tied_embeddings_stay_tied(family, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert torch.equal(logits(loaded, IDS), logits(model, IDS))
+
+
+def tiny_tokenizer():
+    words = {f"w{i}": i for i in range(99)}
+    core = Tokenizer(WordLevel(words, unk_token="w2"))
+    core.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="w0", bos_token="w1", unk_token="w2")
+
+
+def test_pipeline_and_tokenizer_of_a_checkpoint(family, checkpoints, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(checkpoints[family])
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer("w5 w7")["input_ids"] == [5, 7]
+    generator = pipeline("text-generation", model=str(tmp_path), device="cpu")
+    texts = ["w5 w7 w9", "w11 w4 w8 w30 w12 w6"]
+    options = {"max_new_tokens": 8, "do_sample": False}
+    batched = generator(texts, batch_size=2, return_full_text=False, **options)
+    for text, answer in zip(texts, batched, strict=True):
+        row = torch.tensor([tokenizer(text)["input_ids"]])
+        expected = model.generate(row, **options)[0, row.shape[1] :]
+        assert answer[0]["generated_text"].split() == tokenizer.decode(expected).split()
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen3"])
+def test_auto_tables_know_what_the_host_has(family):
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as lora
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES as tokenizers
+
+    for names in (lora, tokenizers):
+        assert names[f"poslsh_{family}"] == names[family]
