@@ -21,6 +21,7 @@ from hf_poslsh.ops._rows import (
     add_rows,
     clear,
     clear_around,
+    consecutive,
     end_groups,
     enter_bins,
     gather,
@@ -146,7 +147,17 @@ def forward(queue, items, strides, query, key, value, out, lse, rules, tables, s
         k_at = strides[1, 0] + b * strides[1, 1] + g * strides[1, 2]
         v_at = strides[2, 0] + b * strides[2, 1] + g * strides[2, 2]
         pack_panels(key, k_at, strides[1, 3], strides[1, 4], key_slots, base, key_end, depth, band.panels)
-        pack_rows(value, v_at, strides[2, 3], strides[2, 4], key_slots, base, key_end, depth, one, band.rows, width)
+        # Values that lie in whole rows already are read where they are.
+        in_place = strides[2, 4] == 1 and depth == width and consecutive(key_slots, base, key_end)
+        values, values_at, value_stride = band.rows, np.int64(0), width
+        if in_place:
+            values, value_stride = value, strides[2, 3]
+            if key_end > base:
+                values_at = v_at + key_slots[base] * value_stride
+        else:
+            pack_rows(
+                value, v_at, strides[2, 3], strides[2, 4], key_slots, base, key_end, depth, one, band.rows, width
+            )  # fmt: skip
         for h in range(g * group_size, (g + 1) * group_size):
             widths, shifts, reach = tables.widths[h], tables.shifts[h], tables.reach[h]
             slope = kind.type(tables.slopes[h] * LOG2E)
@@ -173,11 +184,12 @@ def forward(queue, items, strides, query, key, value, out, lse, rules, tables, s
                             value, v_at, strides[2, 3], strides[2, 4], key_slots, document, document + sinks, depth,
                             one, sink.rows, width,
                         )  # fmt: skip
-                low, high = enter_bins(
-                    positions[start], document, end, key_positions, widths, shifts, bins, seen, count, base
-                )
+                if positions[start] > seen[2]:
+                    enter_bins(
+                        positions[start], document, end, key_positions, widths, shifts, bins, seen, count, base
+                    )
                 low, high = visible(
-                    positions[start], document, end, key_positions, low, high, reach, causal, window, chunk
+                    positions[start], document, end, key_positions, seen[0], seen[1], reach, causal, window, chunk
                 )
                 panel = max(max(low, document + sinks) - base, 0) // BLOCK
                 origin = base + panel * BLOCK
@@ -191,11 +203,10 @@ def forward(queue, items, strides, query, key, value, out, lse, rules, tables, s
                     score(one, strip, depth, sink.panels, 0, sink.weights, rules.sink_stride, used, sink.ends)
                 for i in range(stop - start):
                     position = positions[start + i]
-                    low, high = enter_bins(
-                        position, document, end, key_positions, widths, shifts, bins, seen, count, base
-                    )
+                    if position > seen[2]:
+                        enter_bins(position, document, end, key_positions, widths, shifts, bins, seen, count, base)
                     low, high = visible(
-                        position, document, end, key_positions, low, high, reach, causal, window, chunk
+                        position, document, end, key_positions, seen[0], seen[1], reach, causal, window, chunk
                     )
                     low = max(low, document + sinks)
                     line, group = i * stride, i // ROWS
@@ -225,11 +236,14 @@ def forward(queue, items, strides, query, key, value, out, lse, rules, tables, s
                     clear(scores, z, line + ends[group])
                     scratch.tops[i], scratch.totals[i] = top, total
                 clear(result, 0, used * ROWS * width)
-                gather(one, scores, stride, starts, ends, band.rows, width, origin - base, result, used)
+                gather(
+                    one, scores, stride, starts, ends, values, values_at + (origin - base) * value_stride,
+                    value_stride, result, width, used,
+                )  # fmt: skip
                 if sinks:
                     gather(
-                        one, sink.weights, rules.sink_stride, sink.starts, sink.ends, sink.rows, width, 0, result,
-                        used,
+                        one, sink.weights, rules.sink_stride, sink.starts, sink.ends, sink.rows, 0, width, result,
+                        width, used,
                     )  # fmt: skip
                 for i in range(stop - start):
                     at = (b * rules.heads + h) * rules.queries + slots[start + i]
@@ -340,11 +354,12 @@ def backward(
                         )  # fmt: skip
                         clear(sink.key_sums, 0, sink.key_sums.size)
                         clear(sink.value_sums, 0, sink.value_sums.size)
-                low, high = enter_bins(
-                    positions[start], document, end, key_positions, widths, shifts, bins, seen, count, base
-                )
+                if positions[start] > seen[2]:
+                    enter_bins(
+                        positions[start], document, end, key_positions, widths, shifts, bins, seen, count, base
+                    )
                 low, high = visible(
-                    positions[start], document, end, key_positions, low, high, reach, causal, window, chunk
+                    positions[start], document, end, key_positions, seen[0], seen[1], reach, causal, window, chunk
                 )
                 panel = max(max(low, document + sinks) - base, 0) // BLOCK
                 origin = base + panel * BLOCK
@@ -369,11 +384,10 @@ def backward(
                     )  # fmt: skip
                 for i in range(size):
                     position, slot = positions[start + i], slots[start + i]
-                    low, high = enter_bins(
-                        position, document, end, key_positions, widths, shifts, bins, seen, count, base
-                    )
+                    if position > seen[2]:
+                        enter_bins(position, document, end, key_positions, widths, shifts, bins, seen, count, base)
                     low, high = visible(
-                        position, document, end, key_positions, low, high, reach, causal, window, chunk
+                        position, document, end, key_positions, seen[0], seen[1], reach, causal, window, chunk
                     )
                     low = max(low, document + sinks)
                     line, group = i * stride, i // ROWS
@@ -406,7 +420,10 @@ def backward(
                         clear_around(sink.weights, mine, mine + first, mine + last, 0, sinks)
                         clear_around(sink.gradients, mine, mine + first, mine + last, 0, sinks)
                 clear(result, 0, used * ROWS * width)
-                gather(one, band.gradients, stride, starts, ends, band.rows, width, origin - base, result, used)
+                gather(
+                    one, band.gradients, stride, starts, ends, band.rows, (origin - base) * width, width, result,
+                    width, used,
+                )  # fmt: skip
                 scatter(
                     one, band.gradients, stride, band.row_starts, band.row_ends, size, scratch.wide_strip, width,
                     band.key_sums, origin - base,
@@ -417,8 +434,8 @@ def backward(
                 )  # fmt: skip
                 if sinks:
                     gather(
-                        one, sink.gradients, rules.sink_stride, sink.starts, sink.ends, sink.rows, width, 0, result,
-                        used,
+                        one, sink.gradients, rules.sink_stride, sink.starts, sink.ends, sink.rows, 0, width, result,
+                        width, used,
                     )  # fmt: skip
                     scatter(
                         one, sink.gradients, rules.sink_stride, sink.row_starts, sink.row_ends, size,

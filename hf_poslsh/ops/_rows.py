@@ -93,14 +93,12 @@ def _add(count, start, end, amount):
 
 @jit
 def enter_bins(position, start, end, key_positions, widths, shifts, bins, seen, count, base):
-    """Moves every hash whose bin ended on to the bin of ``position``; the interval of keys in any bin.
+    """Moves every hash whose bin ended on to the bin of ``position``; to be called where it is beyond ``seen[2]``.
 
     ``start`` and ``end`` bound the keys of the query's document. ``bins`` is int64 ``(3, s)``: first and end key
     of each hash's current bin, and its last position. ``seen`` is int64 ``(3,)``: the interval of keys in any
     bin, and the position at which the first bin ends. ``count[0]`` belongs to the key ``base``.
     """
-    if position <= seen[2]:
-        return seen[0], seen[1]
     one = count.dtype.type(1)
     low, high, last = end, start, np.int64(2**62)
     for r in range(widths.size):
@@ -115,7 +113,6 @@ def enter_bins(position, start, end, key_positions, widths, shifts, bins, seen, 
             _add(count, bins[0, r] - base, bins[1, r] - base, one)
         low, high, last = min(low, bins[0, r]), max(high, bins[1, r]), min(last, bins[2, r])
     seen[0], seen[1], seen[2] = low, high, last
-    return low, high
 
 
 @jit
@@ -193,6 +190,12 @@ def pack_rows(source, offset, stride, depth_stride, slots, start, end, depth, fa
         _copy_row(
             source, offset + slots[index] * stride, depth_stride, rows, (index - start) * width, 1, depth, factor
         )
+
+
+@jit
+def consecutive(slots, start, end):
+    """Whether ``slots[start:end]`` are neighbours in the tensor."""
+    return end <= start or slots[end - 1] - slots[start] == end - 1 - start
 
 
 @jit
@@ -285,15 +288,15 @@ def score(one, strip, depth, panels, first_panel, scores, stride, groups, ends):
 
 
 @jit
-def gather(one, weights, stride, starts, ends, rows, width, first_row, out, groups):
-    """out[row, d] += weights @ rows, every group of rows over its own columns."""
+def gather(one, weights, stride, starts, ends, rows, rows_at, row_length, out, width, groups):
+    """out[row, d] += weights @ rows, every group of rows over its own columns; ``rows_at`` is that of column 0."""
     for group in range(groups):
         depth = ends[group] - starts[group]
         if depth > 0:
             for d in range(0, width, BLOCK):
                 multiply_add(
                     one, address(weights, group * ROWS * stride + starts[group]), stride, 1,
-                    address(rows, (first_row + starts[group]) * width + d), width,
+                    address(rows, rows_at + starts[group] * row_length + d), row_length,
                     address(out, group * ROWS * width + d), width, depth,
                 )  # fmt: skip
 
