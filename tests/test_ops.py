@@ -613,3 +613,15 @@ def test_compiles_without_a_graph_break():
             out.square().sum().backward()
         for a, b in zip(plain, compiled, strict=True):
             torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=0)
+
+
+def test_a_bias_first_made_under_another_ambient_device_is_whole():
+    config = PosLSHConfig(seed=77, bias="poslsh", sink_tokens=1)
+    with torch.device("meta"):  # as in from_pretrained
+        bias_from_config(config, 4, layer=5)
+    q, k, v = inputs(queries=60)
+    hashes = hashes_for(4, seed=77, layer=5)
+    for impl in ("banded", "blocks", "reference"):
+        out, _ = biased_attention(q, k, v, bias_from_config(config, 4, layer=5), make_layout(q, k), impl=impl)
+        expected = positional_lsh_attention(q, k, v, hashes, sink_tokens=1, impl="reference")
+        torch.testing.assert_close(out, expected, **F64)

@@ -44,8 +44,9 @@ class PositionBias:
     def __post_init__(self) -> None:
         self.num_heads = self.hashes.num_heads
         arrays = (self.hashes.widths, self.hashes.shifts, self.slopes, self.reach)
-        # Widths, shifts, slopes and reach on the CPU, as the operators take them.
-        self.tensors = tuple(torch.tensor(array) for array in arrays)
+        # Widths, shifts, slopes and reach as the operators take them. On the CPU, whatever the ambient device:
+        # from_pretrained builds models under the device "meta", and a bias is kept for the whole process.
+        self.tensors = tuple(torch.tensor(array, device="cpu") for array in arrays)
 
     @classmethod
     def from_hashes(cls, hashes: PositionalHash, sink_tokens: int = 0) -> PositionBias:

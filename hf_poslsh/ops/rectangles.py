@@ -50,7 +50,8 @@ def _rectangle(query, key, value, bias, layout, scale, start, seen):
     high = int(seen[..., 3][window].max()) if window.any() else 0
     first = int(seen[..., 0][sinks].min()) if sinks.any() else low
     last = min(int(seen[..., 1][sinks].max()), low) if sinks.any() else low
-    slots = torch.cat([torch.arange(first, last), torch.arange(low, high)]).to(query.device)
+    device = query.device
+    slots = torch.cat([torch.arange(first, last, device=device), torch.arange(low, high, device=device)])
     part = Layout(
         layout.query_positions[:, rows],
         layout.key_positions[:, slots],
