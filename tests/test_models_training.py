@@ -253,3 +253,23 @@ def test_what_changes_while_patched_survives_unpatching(family):
 def test_label_smoothing_knows_the_class(family):
     names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     assert type(patched(family)).__name__ in names.values()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_compiles_without_a_graph_break(family):
+    model = patch_model(tiny_model(family)).train()
+    ids = torch.arange(66).view(2, 33) % 60
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+
+    def step(forward):
+        model.zero_grad()
+        output = forward(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False)
+        output.loss.backward()
+        return [output.logits.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    expected = step(model)
+    torch._dynamo.reset()
+    actual = step(torch.compile(model, fullgraph=True, backend="aot_eager"))
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6)

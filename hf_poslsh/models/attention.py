@@ -13,8 +13,9 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from hf_poslsh.config import PosLSHConfig
 from hf_poslsh.models.context import Context
-from hf_poslsh.ops.bias import Layout, bias_from_config
+from hf_poslsh.ops.bias import Layout, PositionBias, bias_from_config
 from hf_poslsh.ops.functional import biased_attention
 from hf_poslsh.ops.reference import allowed_pairs
 
@@ -70,7 +71,6 @@ def host_limits(config: Any, layer: int) -> tuple[int | None, int | None]:
     return window, chunk
 
 
-@torch.compiler.disable
 def poslsh_attention(
     module: Any,
     query: torch.Tensor,
@@ -130,9 +130,15 @@ def poslsh_attention(
     # Autocast computes the projections in half precision but leaves rotated queries and keys in float32.
     query, key = query.to(value.dtype), key.to(value.dtype)
     method = context.method
-    bias = bias_from_config(method, query.shape[1], layer, context.step)
+    bias = _bias(config.poslsh, query.shape[1], layer, context.step)
     out, _ = biased_attention(query, key, value, bias, layout, scaling, method.estimator, method.impl)
     return out.transpose(1, 2).contiguous(), None
+
+
+@torch.compiler.assume_constant_result
+def _bias(method: dict[str, Any], num_heads: int, layer: int, step: int | None) -> PositionBias:
+    # From the dict, because torch.compile hands a constant function plain containers only.
+    return bias_from_config(PosLSHConfig.from_dict(method), num_heads, layer, step)
 
 
 def _host_attention(

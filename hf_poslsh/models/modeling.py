@@ -25,7 +25,6 @@ class PosLSHModelMixin(_HostModel):
     _supports_sdpa = False
     _supports_flex_attn = False
     _supports_attention_backend = False
-    _can_compile_fullgraph = False  # the attention itself runs outside compiled graphs
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         from hf_poslsh.models.families import check_method, swap_classes
@@ -58,7 +57,6 @@ class PosLSHCompositeMixin(_HostModel):
     """A model that holds a patched text model beside parts that are left alone."""
 
     _supports_attention_backend = False
-    _can_compile_fullgraph = False
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         from hf_poslsh.models.families import check_method, swap_classes
@@ -145,7 +143,12 @@ class PosLSHBaseModelMixin(PosLSHModelMixin):
 
 def method_of(config: Any) -> PosLSHConfig:
     """The method that a patched model's config describes."""
-    return PosLSHConfig.from_dict(config.poslsh)
+    return _method(config.poslsh)
+
+
+@torch.compiler.assume_constant_result
+def _method(fields: dict[str, Any]) -> PosLSHConfig:
+    return PosLSHConfig.from_dict(fields)
 
 
 def _check_mask(mask: Any, tokens: torch.Tensor, seen: int | torch.Tensor, cache: Any) -> None:
