@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Train
 
 from hf_poslsh import PosLSHConfig, StepCallback, load_adapter, patch_model, poslsh, unpatch_model
 from hf_poslsh.models.compat import CACHE_NAME
-from hf_poslsh.testing import tiny_model
+from hf_poslsh.testing import FAMILIES, tiny_model
 
 METHOD = PosLSHConfig(sigma=SIGMA, num_samples=6, sink_tokens=1)
 
