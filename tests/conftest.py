@@ -1,11 +1,27 @@
 import os
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import pytest
-import torch
 
-from hf_poslsh.testing import FAMILIES
+def drop_stale_compiled_code():
+    """Numba dates compiled code by the file of the function alone, not by those of the functions that it calls."""
+    package = Path(__file__).parent.parent / "hf_poslsh"
+    compiled = [*package.rglob("*.nbi"), *package.rglob("*.nbc")]
+    newest = max(path.stat().st_mtime for path in [package / "hashing.py", *(package / "ops").glob("_*.py")])
+    if compiled and min(path.stat().st_mtime for path in compiled) < newest:
+        for path in compiled:
+            path.unlink(missing_ok=True)
+
+
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    drop_stale_compiled_code()
+
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+from hf_poslsh.testing import FAMILIES  # noqa: E402
 
 
 @pytest.fixture(params=FAMILIES)

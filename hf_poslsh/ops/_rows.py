@@ -1,85 +1,21 @@
-"""The parts of the CPU kernel: bins of the current query, visible keys, packed blocks of rows, their products.
+"""The parts of the CPU kernel: bins of the current query, visible keys, packed rows, products of a strip.
 
-Arrays are flat; "address" arguments of the products are made here and nowhere else. Functions that run for
-every query take arrays without an owner (``unowned``): counting references costs more than the work itself.
+Arrays are flat. A *strip* is ``STRIP`` query rows; its columns are packed keys, counted from the strip's origin.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 
 from hf_poslsh.hashing import first_in_bin, last_in_bin
-from hf_poslsh.ops._simd import BLOCK, LANES, ROWS, address, multiply, multiply_add, unowned
+from hf_poslsh.ops._scratch import GROUPS, STRIP, jit, round_up
+from hf_poslsh.ops._simd import BLOCK, LANES, ROWS, address, multiply, multiply_add
 from hf_poslsh.ops._tokens import first_key, host_interval, last_seen
 
-STRIP = 32  # query rows that share one read of the keys
-GROUPS = STRIP // ROWS
 PAD = -3e38  # a score that weighs nothing
-_FAST = {"reassoc", "contract", "nsz"}  # sums may be reordered; NaN and inf keep their meaning
-
-jit = njit(nogil=True, cache=True)
-_fast_jit = njit(nogil=True, cache=True, fastmath=_FAST)
-
-
-class Columns(NamedTuple):
-    """Packed keys and what a strip of queries computes with them; every thread has its own.
-
-    One such set serves the keys of an item, a second one the sinks of a document. Sizes: see ``make_columns``.
-    """
-
-    panels: np.ndarray  # keys, transposed in blocks: [block, d, lane]
-    value_panels: np.ndarray  # values likewise (backward)
-    rows: np.ndarray  # values [key, d] in the forward pass, keys in the backward pass
-    key_sums: np.ndarray  # gradient of the keys [key, d] (backward)
-    value_sums: np.ndarray  # gradient of the values [key, d] (backward)
-    weights: np.ndarray  # scores, then weights [row, key]
-    gradients: np.ndarray  # gradient of the weights, then of the scores [row, key] (backward)
-    counts: np.ndarray  # hashes that hold each key with the current query
-    row_starts: np.ndarray  # first column that each row of the strip sees
-    row_ends: np.ndarray
-    starts: np.ndarray  # first column that each group of ROWS rows sees
-    ends: np.ndarray
-
-
-def make_columns(keys: int, depth: int, dtype: np.dtype, backward: bool) -> Columns:
-    """Scratch memory for at most ``keys`` packed keys of ``depth`` dimensions."""
-    padded, width, stride = room(keys), round_up(depth, BLOCK), row_stride(keys)
-    extra = int(backward)
-    sizes = [padded * depth, extra * padded * depth, padded * width, *[extra * padded * width] * 2]
-    sizes += [STRIP * stride, extra * STRIP * stride, padded]
-    integers = [np.empty(n, np.int64) for n in (STRIP, STRIP, GROUPS, GROUPS)]
-    return Columns(*(np.zeros(n, dtype) for n in sizes), *integers)
-
-
-@jit
-def round_up(n, multiple):
-    """Smallest multiple that is at least n."""
-    return (n + multiple - 1) // multiple * multiple
-
-
-@jit
-def room(keys):
-    """Packed keys that fit, whole blocks and one to spare."""
-    return round_up(keys, BLOCK) + BLOCK
-
-
-@jit
-def row_stride(keys):
-    """Columns from one row of a strip to the next; the 16 keep rows off the same cache set."""
-    return room(keys) + 16
-
-
-@jit
-def lend_columns(c):
-    """The same memory without owners."""
-    return Columns(
-        unowned(c.panels), unowned(c.value_panels), unowned(c.rows), unowned(c.key_sums), unowned(c.value_sums),
-        unowned(c.weights), unowned(c.gradients), unowned(c.counts), unowned(c.row_starts), unowned(c.row_ends),
-        unowned(c.starts), unowned(c.ends),
-    )  # fmt: skip
+# Sums may be reordered; NaN and inf keep their meaning.
+_fast_jit = njit(nogil=True, cache=True, fastmath={"reassoc", "contract", "nsz"})
 
 
 # --- bins -------------------------------------------------------------------------------------------------

@@ -12,8 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from hf_poslsh.ops import _kernel
-from hf_poslsh.ops._rows import make_columns, row_stride
+from hf_poslsh.ops._backward import backward
+from hf_poslsh.ops._forward import forward
+from hf_poslsh.ops._scratch import Rules, Tables, make_columns, make_scratch, row_stride
 from hf_poslsh.ops._tokens import Tokens, compact_tokens, cut_items, unlimited
 from hf_poslsh.ops.bias import Layout, PositionBias
 from hf_poslsh.ops.rectangles import rectangles_attention
@@ -96,7 +97,7 @@ def _banded(
         lse.fill_(-torch.inf)
     items = arguments.items(query, key)
     tensors = (query, key, value, out)
-    arguments.run(_kernel.forward, [items], query, key, tensors, (*map(_flat, tensors), lse.numpy().reshape(-1)))
+    arguments.run(forward, [items], query, key, tensors, (*map(_flat, tensors), lse.numpy().reshape(-1)))
     return out, lse
 
 
@@ -139,7 +140,7 @@ def _banded_backward(
     q, k, v, o, do, dq, dk, dv = map(_flat, tensors)
     phases = _disjoint(arguments.items(query, key), sinks=sink_tokens > 0)
     flat = (q, k, v, o, do, lse.numpy().reshape(-1), lse_grads, dq, dk, dv)
-    arguments.run(_kernel.backward, phases, query, key, tensors, flat)
+    arguments.run(backward, phases, query, key, tensors, flat)
     return query_grad, key_grad, value_grad
 
 
@@ -191,20 +192,20 @@ class _Arguments:
         keys = max((int((items[:, 5] - items[:, 4]).max()) for items in phases if len(items)), default=0)
         sinks = min(sink_tokens, key.shape[2])
         heads, depth, dtype = query.shape[1], query.shape[3], flat[0].dtype
-        rules = _kernel.Rules(
+        rules = Rules(
             heads, key.shape[1], query.shape[2], depth, row_stride(keys), row_stride(sinks), sink_tokens, causal,
             window, chunk, scale,
         )  # fmt: skip
         tokens = (t.query_slot, t.query_position, t.query_keys, t.key_slot, t.key_position)
         widths, shifts, slopes, reach = self.tables
-        tables = _kernel.Tables(widths, shifts, slopes, reach, *tokens)
-        backward = kernel is _kernel.backward
+        tables = Tables(widths, shifts, slopes, reach, *tokens)
+        with_gradients = kernel is backward
         threads = min(torch.get_num_threads(), max(map(len, phases), default=0))
         scratch = [
             (
-                _kernel.make_scratch(depth, self.tables[0].shape[1], dtype),
-                make_columns(keys, depth, dtype, backward),
-                make_columns(sinks, depth, dtype, backward),
+                make_scratch(depth, self.tables[0].shape[1], dtype),
+                make_columns(keys, depth, dtype, with_gradients),
+                make_columns(sinks, depth, dtype, with_gradients),
             )
             for _ in range(threads)
         ]
