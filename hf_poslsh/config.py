@@ -15,6 +15,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "scope": ("head", "layer", "model"),
     "resample": ("fixed", "step"),
     "impl": ("auto", "reference", "banded", "blocks", "flex"),
+    "cache": ("bounded", "full"),
 }
 
 
@@ -44,6 +45,8 @@ class PosLSHConfig:
         impl: how it is computed, see ``positional_lsh_attention``.
         window: number of visible keys, the query's own included, for ``bias="window"`` only.
         tolerance: for ``bias="alibi"``: the largest share of a row's weight that the cut may drop.
+        cache: ``"bounded"`` (the dynamic KV caches that the model makes keep what later tokens can see, and no
+            more; where the bias has no bound they grow) or ``"full"`` (the host's).
 
     Raises:
         ValueError: a field has a value that is not supported, or fields contradict each other.
@@ -63,6 +66,7 @@ class PosLSHConfig:
     impl: str = "auto"
     window: int | None = None
     tolerance: float = 1e-6
+    cache: str = "bounded"
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

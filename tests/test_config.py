@@ -24,6 +24,7 @@ def test_defaults_are_the_documented_ones():
         "impl": "auto",
         "window": None,
         "tolerance": 1e-6,
+        "cache": "bounded",
     }
 
 
@@ -65,6 +66,7 @@ def test_presets():
         ("window", 8),
         ("tolerance", 0.0),
         ("tolerance", 1.0),
+        ("cache", "sliding"),
     ],
 )
 def test_a_bad_field_is_named_with_its_value(field, value):

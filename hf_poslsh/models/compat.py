@@ -31,6 +31,11 @@ def key_slots(cache: Any, num_layers: int, queries: int) -> tuple[tuple[int, int
     return tuple((start, length) for length, start in sizes)
 
 
+def can_record(cache: Any) -> bool:
+    """Whether this release tells a cache before it takes tokens back (assisted decoding), and when they are final."""
+    return hasattr(cache, "activate_past_recording")
+
+
 def sub_configs_of(config_class: type, **replaced: type) -> dict[str, Any]:
     """The class attribute that names the parts of a composite config, some of them replaced."""
     for name in ("sub_configs_defaults", "sub_configs"):

@@ -24,7 +24,7 @@ class Context(NamedTuple):
             belong to an earlier document.
         segments: int64 ``(B or 1, slots)``, not falling along a row, or None for one document a row.
         first_query: slot of the first query; a tensor where the cache counts in one.
-        key_slots: first slot and number of the keys of every layer.
+        key_slots: of every layer, first slot and number of its keys, or the slots of all its keys, int64 ``(K,)``.
         step: training step that keys the draws, or None for the fixed ones.
     """
 
@@ -32,17 +32,26 @@ class Context(NamedTuple):
     positions: torch.Tensor
     segments: torch.Tensor | None
     first_query: int | torch.Tensor
-    key_slots: tuple[tuple[int, int], ...]
+    key_slots: tuple[tuple[int, int] | torch.Tensor, ...]
     step: int | None
+
+    def num_keys(self, layer: int) -> int:
+        """Number of keys that a layer's attention is to be given."""
+        slots = self.key_slots[layer]
+        return slots.shape[0] if isinstance(slots, torch.Tensor) else slots[1]
 
     def layout(self, layer: int, queries: int, device: torch.device, window: int | None, chunk: int | None) -> Layout:
         """The layout of one layer's queries and keys, on ``device``."""
-        start, length = self.key_slots[layer]
+        key_slots = self.key_slots[layer]
         query_slots = self.first_query + torch.arange(queries, device=self.positions.device)
 
         def split(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             rows = rows.to(device)
-            return rows.index_select(1, query_slots.to(device)), rows[:, start : start + length]
+            if isinstance(key_slots, torch.Tensor):
+                keys = rows.index_select(1, key_slots.to(device))
+            else:
+                keys = rows[:, key_slots[0] : sum(key_slots)]
+            return rows.index_select(1, query_slots.to(device)), keys
 
         query_positions, key_positions = split(self.positions)
         query_segments, key_segments = (None, None) if self.segments is None else split(self.segments)

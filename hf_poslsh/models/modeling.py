@@ -5,10 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
+from transformers.generation import GenerationMode
+from transformers.utils import logging
 
+from hf_poslsh.cache import (
+    Sight,
+    check_windows,
+    drops_keys,
+    has_bounded,
+    make_bounded,
+    plan_forward,
+    sight_of_layer,
+)
 from hf_poslsh.config import PosLSHConfig
-from hf_poslsh.models.compat import CACHE_NAME, key_slots, tokens_seen
+from hf_poslsh.models.attention import host_limits
+from hf_poslsh.models.compat import CACHE_NAME, can_record, key_slots, tokens_seen
 from hf_poslsh.models.configuration import check_attention_name
 from hf_poslsh.models.context import Context, place_tokens
 
@@ -17,8 +29,43 @@ if TYPE_CHECKING:
 else:
     _HostModel = object
 
+logger = logging.get_logger(__name__)
 
-class PosLSHModelMixin(_HostModel):
+
+class _GenerationMixin(_HostModel):
+    """What a patched model tells ``generate``."""
+
+    def create_masks_for_generate(self, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        """The padding mask itself, where ``generate`` would make masks ahead for a static cache."""
+        return attention_mask
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """The host's; of a dynamic cache that it makes, the patched layers become bounded."""
+        given = model_kwargs.get(CACHE_NAME)
+        super()._prepare_cache_for_generation(  # type: ignore[misc]
+            generation_config, model_kwargs, generation_mode, *args, **kwargs
+        )
+        made = model_kwargs.get(CACHE_NAME)
+        if given is not None or type(made) is not DynamicCache:
+            return
+        assists = getattr(generation_config, "is_assistant", False)
+        if (assists or generation_mode == GenerationMode.ASSISTED_GENERATION) and not can_record(made):
+            return  # tokens will be taken back, without word when
+        text = self.config.get_text_config()
+        method = method_of(text)
+        if method.cache == "bounded" and not any(sight.bounded for sight in _sights(text)):
+            logger.warning_once(
+                f"bias={method.bias!r} has no distance beyond which keys are never seen: the KV cache grows with the "
+                "text. Set PosLSHConfig(cache='full') if that is meant."
+            )
+        _bound(made, text)
+        if assists:
+            made.activate_past_recording()
+
+
+class PosLSHModelMixin(_GenerationMixin):
     """Every patched ``PreTrainedModel``, base model or head: it runs attention "poslsh" and nothing else."""
 
     _supports_flash_attn = False
@@ -48,12 +95,8 @@ class PosLSHModelMixin(_HostModel):
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
         """Does nothing: transformers would copy this package's source files into every checkpoint."""
 
-    def create_masks_for_generate(self, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> Any:
-        """The padding mask itself, where ``generate`` would make masks ahead for a static cache."""
-        return attention_mask
 
-
-class PosLSHCompositeMixin(_HostModel):
+class PosLSHCompositeMixin(_GenerationMixin):
     """A model that holds a patched text model beside parts that are left alone."""
 
     _supports_attention_backend = False
@@ -65,7 +108,6 @@ class PosLSHCompositeMixin(_HostModel):
         super().__init__(config, *args, **kwargs)
         swap_classes(self, config.get_text_config())
 
-    create_masks_for_generate = PosLSHModelMixin.create_masks_for_generate
     register_for_auto_class = PosLSHModelMixin.register_for_auto_class
 
 
@@ -91,6 +133,10 @@ class PosLSHBaseModelMixin(PosLSHModelMixin):
         if tokens is not None:
             if kwargs.get("output_attentions", self.config.output_attentions):
                 raise ValueError("output_attentions=True is not supported: the weights are never materialised.")
+            wants_cache = self.config.use_cache if use_cache is None else use_cache
+            # A compiled graph cannot ask which keys to drop, and in training nobody reads the cache.
+            if cache is None and wants_cache and not self.training and not torch.compiler.is_compiling():
+                cache = _bound(DynamicCache(config=self.config), self.config)
             kwargs["poslsh"] = self._context(tokens, attention_mask, position_ids, cache, kwargs)
         return super().forward(
             input_ids=input_ids,
@@ -128,7 +174,17 @@ class PosLSHBaseModelMixin(PosLSHModelMixin):
             _sequence_ends(tokens, seen, kwargs),
         )
         method = method_of(self.config)
-        return Context(method, positions, segments, seen, slots_of_layers, self._draw_step(method))
+        step = self._draw_step(method)
+        if cache is not None and drops_keys(cache):
+            sights = _sights(self.config, step)
+            if torch.compiler.is_compiling() and not has_bounded(cache):
+                check_windows(slots_of_layers, queries, sights)
+                return Context(method, positions, segments, seen, slots_of_layers, step)
+            slots_of_layers = plan_forward(
+                cache, queries, int(seen), slots_of_layers, positions, segments, sights,
+                keep_all=step is not None,  # the next step's draws may reach further
+            )  # fmt: skip
+        return Context(method, positions, segments, seen, slots_of_layers, step)
 
     def _draw_step(self, method: PosLSHConfig) -> int | None:
         if method.resample != "step" or not self.training:
@@ -139,6 +195,27 @@ class PosLSHBaseModelMixin(PosLSHModelMixin):
                 "before each, or give the Trainer hf_poslsh.StepCallback()."
             )
         return self._poslsh_step
+
+
+def _sights(config: Any, step: int | None = None) -> list[Sight]:
+    limits = [host_limits(config, layer) for layer in range(config.num_hidden_layers)]
+    return _sights_of(config.poslsh, config.num_attention_heads, step, limits)
+
+
+@torch.compiler.assume_constant_result
+def _sights_of(fields: dict[str, Any], num_heads: int, step: int | None, limits: list[Any]) -> list[Sight]:
+    method = _method(fields)
+    return [sight_of_layer(method, num_heads, layer, step, *pair) for layer, pair in enumerate(limits)]
+
+
+def _bound(cache: DynamicCache, config: Any) -> DynamicCache:
+    """Bounds the patched layers of an empty cache that have a bound, if the method says so."""
+    method = method_of(config)
+    if method.cache == "full":
+        return cache
+    sights = _sights(config)
+    patched = range(len(sights)) if method.layers is None else method.layers
+    return make_bounded(cache, {layer: sights[layer] for layer in patched})
 
 
 def method_of(config: Any) -> PosLSHConfig:

@@ -1,0 +1,325 @@
+"""A KV cache that stops growing: what no later token can see is dropped, by exact arithmetic.
+
+A bin is never wider than the widest draw, so a key further back than that has weight 0 for every later query of its
+document (sinks aside). Positions decide, not slots: padding takes no room in a bin. The model plans each forward
+from the positions of its tokens; the layers of the cache only do as they are told. No attention here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+from hf_poslsh.config import PosLSHConfig
+from hf_poslsh.ops._tokens import unlimited
+from hf_poslsh.ops.bias import UNLIMITED, bias_from_config
+
+
+class Sight(NamedTuple):
+    """Which earlier positions of its document a query sees in one layer; UNLIMITED where nothing limits it.
+
+    Args:
+        reach: keys so many positions away, or more, are never seen, sinks aside.
+        sinks: positions below this are sinks.
+        window: the host's own sliding window. Limits sinks too.
+        chunk: the host's own attention chunk. Limits sinks too.
+    """
+
+    reach: int
+    sinks: int
+    window: int
+    chunk: int
+
+    @property
+    def bounded(self) -> bool:
+        """Whether there is a distance from which on nothing but sinks is seen."""
+        return min(self.reach, self.window, self.chunk) < UNLIMITED
+
+    def sees(self, positions: np.ndarray, query: np.ndarray) -> np.ndarray:
+        """Which keys a query, or any later one, may see.
+
+        Args:
+            positions: int64 ``(rows, K)``, negative for keys that nobody sees.
+            query: int64 ``(rows,)``, positions of the first query.
+
+        Returns:
+            bool ``(rows, K)``.
+        """
+        distance = query[:, None] - positions
+        seen = (distance < self.reach) | (positions < self.sinks)
+        seen &= (positions >= 0) & (distance < self.window)
+        if self.chunk < UNLIMITED:
+            seen &= positions // self.chunk >= query[:, None] // self.chunk
+        return seen
+
+    def number_seen(self, query: np.ndarray) -> np.ndarray:
+        """Number of positions before each query that it sees: int64, of the shape of ``query``."""
+        first = np.maximum(query - self.window + 1, 0)
+        if self.chunk < UNLIMITED:
+            first = np.maximum(first, query // self.chunk * self.chunk)
+        near = np.maximum(first, query - self.reach + 1)
+        return query - near + np.maximum(np.minimum(self.sinks, near) - first, 0)
+
+
+@functools.lru_cache(maxsize=4096)
+def sight_of_layer(
+    method: PosLSHConfig, num_heads: int, layer: int, step: int | None, window: int | None, chunk: int | None
+) -> Sight:
+    """The sight of one layer: that of its widest head.
+
+    Args:
+        method: the method; a layer that it does not patch has the host's limits only.
+        num_heads: number of global query heads.
+        layer: layer index.
+        step: training step that keys the draws, or None for the fixed ones.
+        window: the host's own sliding window of this layer, or None.
+        chunk: the host's own attention chunk of this layer, or None.
+    """
+    if method.layers is not None and layer not in method.layers:
+        return Sight(UNLIMITED, 0, unlimited(window), unlimited(chunk))
+    reach = int(bias_from_config(method, num_heads, layer, step).reach.max())
+    return Sight(reach, method.sink_tokens, unlimited(window), unlimited(chunk))
+
+
+class BoundedLayer(DynamicLayer):
+    """One layer's keys and values, of which a forward's plan says which to keep.
+
+    ``slots`` are those of the tokens held, rising, the same for all rows; ``seen`` counts the dropped ones too.
+    Between ``activate_past_recording`` and ``crop`` nothing is dropped, so that tokens can be taken back.
+    """
+
+    is_sliding = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots = np.empty(0, np.int64)
+        self.seen = 0
+        self.record_past = False
+        self._settled = False  # a crop has said what is final, the next forward may drop
+        self._plan: tuple[np.ndarray, np.ndarray | None] | None = None
+
+    def plan(
+        self, queries: int, positions: np.ndarray, segments: np.ndarray | None, sight: Sight | None
+    ) -> np.ndarray:
+        """Decides what the coming ``update`` keeps.
+
+        Args:
+            queries: number of new tokens.
+            positions: int64 ``(rows, slots)`` of all tokens, negative for those that nobody sees any more.
+            segments: int64 ``(rows, slots)`` or None.
+            sight: what queries of this layer see; None to keep everything.
+
+        Returns:
+            Slots of the keys that ``update`` will return, int64.
+        """
+        held = np.arange(len(self.slots))
+        after = None
+        if sight is not None and (not self.record_past or self._settled):
+            first = first_query(positions, self.seen)
+            held = np.flatnonzero(sight.sees(positions[:, self.slots], first).any(0))
+            self._settled = False
+        slots = np.concatenate([self.slots[held], np.arange(self.seen, self.seen + queries)])
+        # Single tokens are dropped by the next update, which copies anyway; a long prompt's are not kept till then.
+        if sight is not None and not self.record_past and queries > 1:
+            last = positions if segments is None else np.where(segments == segments[:, -1:], positions, -1)
+            after = np.flatnonzero(sight.sees(last[:, slots], last.max(1) + 1).any(0))
+        self._plan = held, after
+        return slots
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
+        """The host's, with empty tensors that have all dimensions."""
+        value_states = key_states if value_states is None else value_states
+        super().lazy_initialization(key_states, value_states)
+        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends keys and values ``(B, H_kv, Q, D)`` and drops what the plan says.
+
+        Returns:
+            Keys and values of the planned slots, the new ones last.
+
+        Raises:
+            ValueError: the forward was not planned: the model is not patched.
+        """
+        if self._plan is None:
+            raise ValueError(
+                "a bounded cache was given to a model that is not patched, or twice to one forward; give that model "
+                "a cache of its own, such as DynamicCache()."
+            )
+        (held, after), self._plan = self._plan, None
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None
+        assert self.values is not None
+        keys, values = _joined(self.keys, held, key_states), _joined(self.values, held, value_states)
+        queries = key_states.shape[2]
+        self.slots = np.concatenate([self.slots[held], np.arange(self.seen, self.seen + queries)])
+        self.seen += queries
+        self.keys, self.values = keys, values
+        if after is not None and len(after) < len(self.slots):
+            self.slots = self.slots[after]
+            self.keys, self.values = _joined(keys, after), _joined(values, after)
+        return keys, values
+
+    def get_mask_sizes(self, query_length: int, *args: Any) -> tuple[int, int]:
+        """Number of keys and a first slot, as if the tokens held were the last ones; the plan has the real slots."""
+        return len(self.slots) + query_length, self.seen - len(self.slots)
+
+    def get_seq_length(self, *args: Any) -> int:
+        """Number of tokens seen, dropped ones included."""
+        return self.seen
+
+    def activate_past_recording(self) -> None:
+        """Keeps everything from now on, until ``crop`` says which tokens are final."""
+        self.record_past = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes back the last ``-tokens_to_remove`` tokens. A positive number is the length to crop to.
+
+        Whether what is left is enough to go on from there is checked by the next forward.
+        """
+        length = self.seen + tokens_to_remove if tokens_to_remove <= 0 else min(tokens_to_remove, self.seen)
+        kept = int(np.searchsorted(self.slots, length))
+        self._settled, self.seen = True, max(length, 0)
+        if self.keys is not None and self.values is not None and kept < len(self.slots):
+            self.slots = self.slots[:kept]
+            self.keys, self.values = self.keys[:, :, :kept], self.values[:, :, :kept]
+
+    def reset(self) -> None:
+        """Forgets all tokens."""
+        self.keys = self.values = None
+        self.is_initialized = False
+        self.slots, self.seen, self._settled, self._plan = np.empty(0, np.int64), 0, False, None
+
+
+def _joined(tensor: torch.Tensor, index: np.ndarray, new: torch.Tensor | None = None) -> torch.Tensor:
+    """The columns ``index`` of ``(B, H, K, D)``, and ``new`` after them, in one copy."""
+    if len(index) == 0:
+        return tensor[:, :, :0].clone() if new is None else new
+    edges = np.flatnonzero(np.diff(index) > 1)
+    starts, ends = index[np.r_[0, edges + 1]], index[np.r_[edges, -1]] + 1
+    parts = [tensor[:, :, start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+    return torch.cat(parts if new is None else [*parts, new], dim=2)
+
+
+def first_query(positions: np.ndarray, seen: int) -> np.ndarray:
+    """Position of each row's first query that exists, or where the row would go on: int64 ``(rows,)``."""
+    queries = positions[:, seen:]
+    first = np.take_along_axis(queries, (queries >= 0).argmax(1)[:, None], 1)[:, 0]
+    return np.where(first >= 0, first, positions.max(1) + 1)
+
+
+def make_bounded(cache: DynamicCache, sights: Mapping[int, Sight]) -> DynamicCache:
+    """Replaces layers of an empty dynamic cache by bounded ones, in place, where there is a bound.
+
+    Args:
+        cache: ``DynamicCache(config=...)``.
+        sights: by layer, of the layers that the method patches; the others keep the host's.
+
+    Returns:
+        ``cache``.
+    """
+    for layer, sight in sights.items():
+        if sight.bounded:
+            cache.layers[layer] = BoundedLayer()
+    return cache
+
+
+def has_bounded(cache: Cache) -> bool:
+    """Whether some layer of a cache is ours."""
+    return any(isinstance(layer, BoundedLayer) for layer in cache.layers)
+
+
+def drops_keys(cache: Cache) -> bool:
+    """Whether some layer of a cache does not hold all tokens for ever."""
+    return has_bounded(cache) or any(getattr(layer, "is_sliding", False) for layer in cache.layers)
+
+
+def check_windows(spans: Sequence[tuple[int, int]], queries: int, sights: Sequence[Sight]) -> None:
+    """The check of ``plan_forward`` for compiled graphs, which read no positions: by slots, of the host's layers.
+
+    Raises:
+        ValueError: a layer has dropped tokens that a query sees, unless they are padding.
+    """
+    for layer, (sight, (start, length)) in enumerate(zip(sights, spans, strict=True)):
+        needed = min(sight.reach, sight.window, sight.chunk) - 1
+        sinks_lost = sight.sinks > 0 and min(sight.window, sight.chunk) - 1 > length - queries
+        if start > 0 and (needed > length - queries or sinks_lost):
+            raise ValueError(_too_small(layer, length - queries, needed))
+
+
+def _too_small(layer: int, there: int, needed: int) -> str:
+    return (
+        f"the cache of layer {layer} holds {there} of the earlier tokens that its queries see: {needed} and "
+        "the sink tokens. Give a cache with a larger window, such as DynamicCache(), or none: the model makes one."
+    )
+
+
+@torch.compiler.disable
+def plan_forward(
+    cache: Cache,
+    queries: int,
+    seen: int,
+    spans: Sequence[tuple[int, int]],
+    positions: torch.Tensor,
+    segments: torch.Tensor | None,
+    sights: Sequence[Sight],
+    keep_all: bool,
+) -> tuple[Any, ...]:
+    """Plans what every layer keeps, and checks that every layer holds what the queries see.
+
+    Args:
+        cache: the cache, before any layer updates it.
+        queries: number of new tokens.
+        seen: number of tokens that the cache has seen.
+        spans: first slot and number of keys of each layer, as the cache announces them.
+        positions: int64 ``(rows, slots)``.
+        segments: int64 ``(rows, slots)`` or None.
+        sights: of every layer.
+        keep_all: drop nothing in this forward.
+
+    Returns:
+        ``spans`` with the slots of all keys in place of the spans of bounded layers.
+
+    Raises:
+        ValueError: a layer lacks keys that a query sees.
+    """
+    slots: list[Any] = list(spans)
+    places = positions.cpu().numpy()
+    documents = None if segments is None else segments.cpu().numpy()
+    first = first_query(places, seen)
+    for layer, sight in enumerate(sights):
+        held = cache.layers[layer] if layer < len(cache.layers) else None
+        if isinstance(held, BoundedLayer):
+            slot = held.plan(queries, places, documents, None if keep_all else sight)
+            slots[layer] = torch.from_numpy(slot).to(positions.device)
+        elif spans[layer][0] > 0:
+            slot = np.arange(spans[layer][0], sum(spans[layer]))
+        else:
+            continue  # holds everything
+        old = slot[slot < seen]
+        if len(old) < seen:
+            at = places[:, old]
+            there = (sight.sees(at, first) & (at < first[:, None])).sum(1)
+            _check_held(layer, there, sight.number_seen(first), isinstance(held, BoundedLayer))
+    return tuple(slots)
+
+
+def _check_held(layer: int, there: np.ndarray, needed: np.ndarray, ours: bool) -> None:
+    if (there >= needed).all():
+        return
+    row = int((there < needed).argmax())
+    if not ours:
+        raise ValueError(_too_small(layer, int(there[row]), int(needed[row])))
+    raise ValueError(
+        f"the bounded cache of layer {layer} holds {int(there[row])} of the {int(needed[row])} earlier tokens that "
+        f"row {row} sees. It goes on from its last tokens only: to crop it far, to change the padding mask of "
+        "earlier tokens or to return to an earlier document, use PosLSHConfig(cache='full')."
+    )
