@@ -20,6 +20,7 @@ from hf_poslsh.ops.bias import Layout, PositionBias
 from hf_poslsh.ops.rectangles import rectangles_attention
 
 _ITEM_QUERIES = 1024  # queries of one work item: long enough to pay for packing the keys before them
+_PAIRS_OF_A_THREAD = 2**18  # fewer pairs of tokens (as in decoding) are not worth waking a second thread
 
 
 def banded_attention(
@@ -201,6 +202,9 @@ class _Arguments:
         tables = Tables(widths, shifts, slopes, reach, *tokens)
         with_gradients = kernel is backward
         threads = min(torch.get_num_threads(), max(map(len, phases), default=0))
+        pairs = sum(int(((items[:, 3] - items[:, 2]) * (items[:, 5] - items[:, 4])).sum()) for items in phases)
+        if pairs * heads // key.shape[1] < _PAIRS_OF_A_THREAD:
+            threads = min(threads, 1)
         scratch = [
             (
                 make_scratch(depth, self.tables[0].shape[1], dtype),
