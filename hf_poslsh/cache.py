@@ -101,6 +101,7 @@ class BoundedLayer(DynamicLayer):
         self.seen = 0
         self.record_past = False
         self._settled = False  # a crop has said what is final, the next forward may drop
+        self._rooms = _Room(), _Room()
         self._plan: tuple[np.ndarray, np.ndarray | None] | None = None
 
     def plan(
@@ -137,6 +138,7 @@ class BoundedLayer(DynamicLayer):
         super().lazy_initialization(key_states, value_states)
         self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
 
+    @torch.compiler.disable
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -158,7 +160,15 @@ class BoundedLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None
         assert self.values is not None
-        keys, values = _joined(self.keys, held, key_states), _joined(self.values, held, value_states)
+        if after is None:
+            keys, values = (
+                room.extend(old, held, new)
+                for room, old, new in zip(
+                    self._rooms, (self.keys, self.values), (key_states, value_states), strict=True
+                )
+            )
+        else:
+            keys, values = _joined(self.keys, held, key_states), _joined(self.values, held, value_states)
         queries = key_states.shape[2]
         self.slots = np.concatenate([self.slots[held], np.arange(self.seen, self.seen + queries)])
         self.seen += queries
@@ -196,7 +206,51 @@ class BoundedLayer(DynamicLayer):
         """Forgets all tokens."""
         self.keys = self.values = None
         self.is_initialized = False
+        self._rooms = _Room(), _Room()
         self.slots, self.seen, self._settled, self._plan = np.empty(0, np.int64), 0, False, None
+
+
+class _Room:
+    """Memory of one layer's keys or values with room behind them: a token is added without a copy of the others.
+
+    Without gradients only. What ``extend`` returns is a view that the next ``extend`` may write to.
+    """
+
+    def __init__(self) -> None:
+        self._store: torch.Tensor | None = None
+        self._view: torch.Tensor | None = None
+        self._start = self._end = 0  # columns of the view
+
+    def extend(self, tensor: torch.Tensor, held: np.ndarray, new: torch.Tensor) -> torch.Tensor:
+        """The columns ``held`` of ``tensor`` ``(B, H, K, D)``, and ``new`` after them."""
+        if torch.is_grad_enabled() and (tensor.requires_grad or new.requires_grad):
+            self._store = self._view = None
+            return _joined(tensor, held, new)
+        store, old, added = self._store, tensor.shape[2], new.shape[2]
+        ours = store is not None and tensor is self._view
+        ours = ours and (torch.is_inference_mode_enabled() or not tensor.is_inference())
+        if store is None or not ours or len(held) == 0 or held[-1] < old - 1 or self._end + added > store.shape[2]:
+            return self._move(tensor, held, new)
+        edges = np.flatnonzero(np.diff(held) > 1)
+        sinks = int(edges[-1]) + 1 if len(edges) else 0  # columns before the last run: they move up to it
+        start = self._start + int(held[sinks]) - sinks
+        end = self._end
+        if sinks:
+            store[:, :, start : start + sinks] = tensor[:, :, torch.from_numpy(held[:sinks]).to(tensor.device)]
+        store[:, :, end : end + added] = new
+        return self._look(store, start, end + added)
+
+    def _move(self, tensor: torch.Tensor, held: np.ndarray, new: torch.Tensor) -> torch.Tensor:
+        length = len(held) + new.shape[2]
+        store = new.new_empty(*new.shape[:2], length + length // 4 + 16, new.shape[3])
+        torch.cat([_joined(tensor, held), new] if len(held) else [new], 2, out=store[:, :, :length])
+        self._store = store
+        return self._look(store, 0, length)
+
+    def _look(self, store: torch.Tensor, start: int, end: int) -> torch.Tensor:
+        self._start, self._end = start, end
+        self._view = store[:, :, start:end]
+        return self._view
 
 
 def _joined(tensor: torch.Tensor, index: np.ndarray, new: torch.Tensor | None = None) -> torch.Tensor:
