@@ -47,7 +47,8 @@ def paper_spectral_tail(eps: float, n: int, sigma: float, samples: int) -> float
 
     Source: as ``paper_spectral_mean``. It is implied by ``spectral_tail`` for n >= 3 and iid draws (derived here):
     with tau = 1 + sigma, ``Psi >= 5 tau / 3``, as coth(1 / (2 sigma)) >= max(1, 2 sigma) >= 2 tau / 3; so its
-    exponent y is at most 24/44 of ours, x. Where y >= 0.84, x - y >= log 2 makes up for our factor 2; elsewhere it exceeds 1.
+    exponent y is at most 24/44 of ours, x. Where y >= 0.84, x - y >= log 2 makes up for our factor 2; elsewhere it
+    exceeds 1.
     """
     scale = 4 * psi(sigma)
     return min(1.0, math.exp(math.log(n) - samples * eps**2 / (scale * (scale + eps))))

@@ -155,7 +155,7 @@ def _law(samples: int, sampler: str, sigma: float, n: int, delta: float) -> dict
     return {
         "sigma": sigma,
         "expected_keys": work.expected_keys(n, sigma, samples, sampler),
-        "likely_widest_bin": work.widest_bin(sigma, samples, delta),
+        "likely_widest_bin": work.widest_bin(sigma, samples, delta, sampler),
         "rms_error": (expected_square_error(n, sigma, samples, sampler) / pairs) ** 0.5,
         "max_error": _smallest(lambda eps: bounds.max_norm_tail(eps, n, sigma, samples, sampler) <= delta),
         "spectral_error": _smallest(

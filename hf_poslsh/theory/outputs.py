@@ -22,12 +22,14 @@ class RowSums(NamedTuple):
         plain: ``sum_j w_ij``.
         kernel: ``Z_i``, weighted by L.
         mask: ``Z~_i``, weighted by M~.
+        error: ``sum_j |M~ - L|_ij w_ij``.
         largest_score: ``max_j s_ij``, what the row was scaled by.
     """
 
     plain: np.ndarray
     kernel: np.ndarray
     mask: np.ndarray
+    error: np.ndarray
     largest_score: np.ndarray
 
 
@@ -61,7 +63,7 @@ def row_sums(
     scale = 1 / math.sqrt(dim) if scale is None else scale
     query, key = np.asarray(query, dtype=np.float64), np.asarray(key, dtype=np.float64)
     one = PositionalHash(hashes.widths[[head]], hashes.shifts[[head]])
-    out = np.empty((4, n))
+    out = np.empty((5, n))
     for start in range(0, n, rows):
         i = np.arange(start, min(start + rows, n))
         j = np.arange(i[-1] + 1)
@@ -72,27 +74,31 @@ def row_sums(
         rises = np.zeros((i.size, j.size))
         np.add.at(rises, (np.arange(i.size), one.left_edges(i)[0]), 1.0 / hashes.num_samples)
         kernel = np.exp(-np.maximum(distance, 0) / sigma)
-        out[:, i] = weights.sum(1), (weights * kernel).sum(1), (weights * rises.cumsum(1)).sum(1), top
+        mask = rises.cumsum(1)
+        sums = [(weights * part).sum(1) for part in (kernel, mask, np.abs(mask - kernel))]
+        out[:, i] = np.stack([weights.sum(1), *sums, top])
     return RowSums(*out)
 
 
-def output_row_bound(largest_error: float, sums: RowSums, radius: float) -> np.ndarray:
-    """Bound on ``|out~_i - out_i|`` of every row: ``||M~ - L||_max radius sum_j w_ij / Z~_i``.
+def output_row_bound(sums: RowSums, radius: float, largest_error: float | None = None) -> np.ndarray:
+    """Bound on ``|out~_i - out_i|`` of every row: ``radius sum_j |M~ - L|_ij w_ij / Z~_i``.
 
     Derivation: as ``sum_j L_ij w_ij (v_j - out_i) = 0``, exactly
     ``out~_i - out_i = sum_j (M~ - L)_ij w_ij (v_j - out_i) / Z~_i``; take norms. The same holds with Z in place of
     Z~ and out~_i in place of out_i, so the larger of the two sums may divide.
 
     Args:
-        largest_error: max-norm of ``M~ - L``, see ``error_norms``.
         sums: measured row sums.
         radius: bound on ``|v_j - out_i|`` and ``|v_j - out~_i|``, e.g. the diameter of the values or twice their
             largest norm (outputs are convex combinations of values).
+        largest_error: where given, the max-norm of ``M~ - L`` (measured, or bounded for draws to come) stands for
+            each of its entries: ``radius ||M~ - L||_max sum_j w_ij / Z~_i``, far looser in long rows.
 
     Returns:
         float64 ``(n,)``.
     """
-    return largest_error * radius * sums.plain / np.maximum(sums.mask, sums.kernel)
+    error = sums.error if largest_error is None else largest_error * sums.plain
+    return radius * error / np.maximum(sums.mask, sums.kernel)
 
 
 def output_frobenius_bound(

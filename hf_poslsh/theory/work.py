@@ -20,16 +20,18 @@ def wider_probability(width: float, sigma: float) -> float:
     return (1 + x) * math.exp(-x)
 
 
-def widest_bin(sigma: float, samples: int, delta: float) -> float:
+def widest_bin(sigma: float, samples: int, delta: float, sampler: str = "staggered") -> float:
     """Width that none of s hashes exceeds with probability at least ``1 - delta``: a bound in positions.
 
-    Derivation: a union over the hashes (each has the law Gamma(2, sigma), under both samplers) asks for
-    ``s (1 + x) e^{-x} <= delta``; solved for x exactly. As ``(1 + x) e^{-x} <= 2 e^{-(1 + x) / 2}``, x is at most
-    ``2 log(2 s / delta) - 1``: the width is O(sigma log(s / delta)). A bin holds at most ceil(width) positions.
+    Derivation: a union over the K widths (s for iid) asks for ``K (1 + x) e^{-x} <= delta``, solved for x exactly;
+    the strata have the law Gamma(2, sigma) in the mean, so that the sum of their chances is the same. For
+    ``staggered`` the union is exact, since only the outermost stratum can be so wide. As
+    ``(1 + x) e^{-x} <= 2 e^{-(1 + x) / 2}``, x is at most ``2 log(2 K / delta) - 1``: the width is
+    O(sigma log(s / delta)). A bin holds at most ceil(width) positions.
     """
-    groups(samples, "iid")
+    count, _ = groups(samples, sampler)
     _check_delta(delta)
-    return sigma * float(special.gammainccinv(2.0, delta / samples))
+    return sigma * float(special.gammainccinv(2.0, delta / count))
 
 
 def expected_widest_bin(sigma: float, samples: int, sampler: str = "staggered") -> float:
@@ -70,11 +72,11 @@ def expected_keys(n: int, sigma: float, samples: int, sampler: str = "staggered"
         Keys per query, the query's own included (once per hash for ``blocks``).
     """
     _checked(n, sigma)
+    groups(samples, sampler)
     distance = np.arange(reach(n, sigma, samples), dtype=np.float64)
     if algorithm not in ("banded", "blocks"):
         raise ValueError(f"algorithm is {algorithm!r}; choose banded or blocks.")
     if algorithm == "blocks":
-        groups(samples, sampler)
         met = samples * np.exp(-distance / sigma)
     else:
         met = 1 - hidden_probability(distance, sigma, samples, sampler)
