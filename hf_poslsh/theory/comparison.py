@@ -1,0 +1,117 @@
+"""Attention outputs of one head under any bias, dense in float64, and how far one is from another. NumPy."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from hf_poslsh.hashing import PositionalHash
+from hf_poslsh.theory.operators import bin_starts
+
+
+class OutputErrors(NamedTuple):
+    """How far outputs are from the exact ones; relative to those, row by row where it says row.
+
+    Args:
+        frobenius: Frobenius norm of the difference over that of the exact outputs.
+        largest: largest absolute difference of a number, not relative.
+        row_median: median over rows of |difference| / |exact|.
+        row_90: the same, 90th percentile.
+        row_99: the same, 99th percentile.
+        cosine: mean over rows of the cosine between the two.
+    """
+
+    frobenius: float
+    largest: float
+    row_median: float
+    row_90: float
+    row_99: float
+    cosine: float
+
+
+def output_errors(approximate: np.ndarray, exact: np.ndarray) -> OutputErrors:
+    """Compares outputs ``(n, D)``."""
+    difference = np.linalg.norm(approximate - exact, axis=1)
+    sizes = np.linalg.norm(exact, axis=1), np.linalg.norm(approximate, axis=1)
+    tiny = np.finfo(np.float64).tiny
+    rows = difference / np.maximum(sizes[0], tiny)
+    cosine = np.sum(approximate * exact, axis=1) / np.maximum(sizes[0] * sizes[1], tiny)
+    return OutputErrors(
+        float(np.linalg.norm(difference) / max(np.linalg.norm(sizes[0]), tiny)),
+        float(np.abs(approximate - exact).max()),
+        *(float(value) for value in np.quantile(rows, (0.5, 0.9, 0.99))),
+        float(cosine.mean()),
+    )
+
+
+def score_weights(query: np.ndarray, key: np.ndarray, scale: float, causal: bool = True) -> np.ndarray:
+    """``e^{s_ij - max_j s_ij}`` over the allowed pairs of one head: float64 ``(n, n)`` of query, key ``(n, D)``."""
+    scores = np.asarray(query, dtype=np.float64) @ np.asarray(key, dtype=np.float64).T * scale
+    if causal:
+        scores[np.triu_indices(len(scores), 1)] = -np.inf
+    scores -= scores.max(axis=1, keepdims=True)
+    return np.exp(scores, out=scores)
+
+
+def biased_output(weights: np.ndarray, bias: np.ndarray, value: np.ndarray) -> np.ndarray:
+    """``sum_j bias_ij w_ij v_j / sum_j bias_ij w_ij``: ``(n, D)``; weights and bias ``(n, n)``, value ``(n, D)``."""
+    biased = weights * bias
+    return biased @ value / biased.sum(axis=1, keepdims=True)
+
+
+def kernel_matrix(n: int, sigma: float, window: int | None = None) -> np.ndarray:
+    """L, dense, 0 from distance ``window`` on: float64 ``(n, n)``, not causal."""
+    distance = np.arange(n)
+    powers = np.exp(-distance / sigma)
+    if window is not None:
+        powers[window:] = 0.0
+    return powers[np.abs(np.subtract.outer(distance, distance))]
+
+
+def mask_matrix(hashes: PositionalHash, n: int, head: int = 0) -> np.ndarray:
+    """M~ of one head, dense: float64 ``(n, n)``, not causal.
+
+    In O(n^2 + s n), for s up to 10^5 and more: a bin ``[b, e)`` adds 1 at b and -1 at e in each of its rows; sums
+    along the rows then count the bins that hold a pair.
+    """
+    starts, offsets = bin_starts(hashes, n, head)
+    return np.cumsum(_borders(n, starts, offsets), axis=1)[:, :n] / hashes.num_samples
+
+
+def mean_estimator_output(
+    weights: np.ndarray, hashes: PositionalHash, value: np.ndarray, head: int = 0
+) -> np.ndarray:
+    """The ``mean`` estimator: the average over hashes of the attention inside their bins. Arguments as above."""
+    n = len(weights)
+    starts, offsets = bin_starts(hashes, n, head)
+    out = np.zeros_like(value, dtype=np.float64)
+    for r in range(hashes.num_samples):
+        borders = np.append(starts[offsets[r] : offsets[r + 1]], n)
+        for first, end in itertools.pairwise(borders):
+            block = weights[first:end, first:end]
+            out[first:end] += block @ value[first:end] / block.sum(axis=1, keepdims=True)
+    return out / hashes.num_samples
+
+
+def equal_window(keys: float, n: int) -> int:
+    """Sliding window whose mean number of visible keys over n causal queries is nearest to ``keys``.
+
+    A window w shows ``w - w (w - 1) / (2 n)`` keys on average, which rises with w up to n.
+    """
+    windows = np.arange(1, n + 1)
+    return int(windows[np.argmin(np.abs(windows - windows * (windows - 1) / (2 * n) - keys))])
+
+
+@njit(cache=True, nogil=True)
+def _borders(n, starts, offsets):
+    change = np.zeros((n, n + 1))
+    for r in range(offsets.size - 1):
+        for k in range(offsets[r], offsets[r + 1]):
+            end = starts[k + 1] if k + 1 < offsets[r + 1] else n
+            for i in range(starts[k], end):
+                change[i, starts[k]] += 1
+                change[i, end] -= 1
+    return change
