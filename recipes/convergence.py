@@ -306,7 +306,10 @@ def mean_curves(rows: list[dict[str, Any]], name: str) -> dict[str, dict[int, fl
 
 
 def bias_laws(settings: ConvergenceSettings, rows: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
-    """The two bounds on the mean spectral error of independent draws, relative, averaged as the measured ones."""
+    """The two bounds on the mean spectral error of independent draws, relative, averaged as the measured ones.
+
+    They are those of the symmetric matrices, beside measured causal ones.
+    """
     sigmas = [row["sigma"] for row in rows if row["method"] == "fixed_blocks"]
     bounds = {"bound, proved (iid)": theory.spectral_mean, "paper's form (iid)": theory.paper_spectral_mean}
     return {

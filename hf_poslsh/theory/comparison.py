@@ -39,10 +39,13 @@ def output_errors(approximate: np.ndarray, exact: np.ndarray) -> OutputErrors:
     tiny = np.finfo(np.float64).tiny
     rows = difference / np.maximum(sizes[0], tiny)
     cosine = np.sum(approximate * exact, axis=1) / np.maximum(sizes[0] * sizes[1], tiny)
+    median, high, highest = (float(value) for value in np.quantile(rows, (0.5, 0.9, 0.99)))
     return OutputErrors(
         float(np.linalg.norm(difference) / max(np.linalg.norm(sizes[0]), tiny)),
         float(np.abs(approximate - exact).max()),
-        *(float(value) for value in np.quantile(rows, (0.5, 0.9, 0.99))),
+        median,
+        high,
+        highest,
         float(cosine.mean()),
     )
 
@@ -74,11 +77,11 @@ def kernel_matrix(n: int, sigma: float, window: int | None = None) -> np.ndarray
 def mask_matrix(hashes: PositionalHash, n: int, head: int = 0) -> np.ndarray:
     """M~ of one head, dense: float64 ``(n, n)``, not causal.
 
-    In O(n^2 + s n), for s up to 10^5 and more: a bin ``[b, e)`` adds 1 at b and -1 at e in each of its rows; sums
-    along the rows then count the bins that hold a pair.
+    In O(n^2 + s n), for s up to 10^5 and more: a bin ``[b, e)`` adds 1 to row b and -1 to row e in each of its
+    columns; sums down the columns then count the bins that hold a pair.
     """
     starts, offsets = bin_starts(hashes, n, head)
-    return np.cumsum(_borders(n, starts, offsets), axis=1)[:, :n] / hashes.num_samples
+    return np.cumsum(_borders(n, starts, offsets)[:n], axis=0) / hashes.num_samples
 
 
 def mean_estimator_output(
@@ -107,11 +110,11 @@ def equal_window(keys: float, n: int) -> int:
 
 @njit(cache=True, nogil=True)
 def _borders(n, starts, offsets):
-    change = np.zeros((n, n + 1))
+    change = np.zeros((n + 1, n))
     for r in range(offsets.size - 1):
         for k in range(offsets[r], offsets[r + 1]):
             end = starts[k + 1] if k + 1 < offsets[r + 1] else n
             for i in range(starts[k], end):
-                change[i, starts[k]] += 1
-                change[i, end] -= 1
+                change[starts[k], i] += 1
+                change[end, i] -= 1
     return change
