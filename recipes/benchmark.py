@@ -2,7 +2,8 @@
 
 Every repeat runs all operators once, so that a slow moment of the machine meets them all; medians are reported.
 All mask work is inside the timed call and nothing is kept from an earlier one (compiled code aside). Leaves
-``benchmark.csv`` (columns: see ``Row``), ``benchmark.md`` and ``benchmark.png`` in the output folder.
+``benchmark.csv`` (columns: see ``Row``), ``benchmark.md`` and ``benchmark.png`` in the output folder. With
+``--decode`` it measures decoding with a KV cache instead, see ``decode.py``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import decode
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -53,6 +55,12 @@ class Options:
         default=4096, metadata={"help": "leave out dense masks that would take more memory"}
     )
     flex: bool = dataclasses.field(default=True, metadata={"help": "measure compiled FlexAttention (needs g++)"})
+    decode: bool = dataclasses.field(default=False, metadata={"help": "measure decoding steps instead of operators"})
+    decode_positions: list[int] = dataclasses.field(
+        default_factory=lambda: [1024, 4096, 16384, 32768, 65536], metadata={"help": "lengths of the cache"}
+    )
+    decode_layers: int = dataclasses.field(default=2, metadata={"help": "layers of Qwen3-0.6B's shape"})
+    decode_tokens: int = dataclasses.field(default=20000, metadata={"help": "tokens that the small model generates"})
 
 
 @dataclasses.dataclass
@@ -83,6 +91,16 @@ def main() -> None:
     (options,) = HfArgumentParser(Options).parse_args_into_dataclasses()
     folder = Path(options.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
+    if options.decode:
+        decode.run(
+            folder,
+            options.decode_positions,
+            options.decode_layers,
+            options.decode_tokens,
+            options.samples,
+            options.repeats,
+        )
+        return
     rate = matmul_rate()
     rows: list[Row] = []
     cases = [("base", length) for length in options.lengths]
