@@ -119,9 +119,10 @@ def test_prompt_lookup_and_assisted_decoding(family, sinks):
     row = torch.cat([random_ids(1, 25)] * 3, 1)
     expected = generate(whole, row, new=40)[0].tolist()
     options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": 1000}
-    assert model.generate(row, prompt_lookup_num_tokens=4, **options)[:, 75:].tolist() == expected
-    for assistant in (patched(family, sinks), tiny_model(family, seed=5)):
-        assert model.generate(row, assistant_model=assistant, **options)[:, 75:].tolist() == expected
+    assert model.generate(row, prompt_lookup_num_tokens=4, **options)[:, 75:115].tolist() == expected
+    other = patch_model(tiny_model(family, seed=5), METHOD)
+    for assistant in (patched(family, sinks), other, tiny_model(family, seed=5)):
+        assert model.generate(row, assistant_model=assistant, **options)[:, 75:115].tolist() == expected
 
 
 def test_memory_is_bounded_in_assisted_decoding_too():

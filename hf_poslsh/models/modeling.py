@@ -55,12 +55,11 @@ class _GenerationMixin(_HostModel):
             return  # tokens will be taken back, without word when
         text = self.config.get_text_config()
         method = method_of(text)
-        if method.cache == "bounded" and not any(sight.bounded for sight in _sights(text)):
+        if method.cache == "bounded" and not has_bounded(_bound(made, text)):
             logger.warning_once(
                 f"bias={method.bias!r} has no distance beyond which keys are never seen: the KV cache grows with the "
                 "text. Set PosLSHConfig(cache='full') if that is meant."
             )
-        _bound(made, text)
         if assists:
             made.activate_past_recording()
 
