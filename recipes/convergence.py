@@ -243,7 +243,9 @@ def measure_head(
     weights: np.ndarray, value: np.ndarray, sigma: np.ndarray, layer: int, head: int, settings: ConvergenceSettings
 ) -> Iterator[dict[str, Any]]:
     n, scale = len(weights), float(sigma[head])
-    exact = comparison.biased_output(weights, comparison.kernel_matrix(n, scale), value)
+    kernel = comparison.kernel_matrix(n, scale)
+    exact = comparison.biased_output(weights, kernel, value)
+    seen = np.tri(n) if settings.causal else np.ones((n, n))
     norm = theory.spectral_norm(theory.kernel_operator(n, scale, settings.causal))
 
     def row(method, sampler, samples, seed, keys, out, bias=None):
@@ -253,23 +255,23 @@ def measure_head(
         known = {"method": method, "sampler": sampler, "samples": samples, "seed": seed, "keys": keys}
         return {**known, **bias, **{f"output_{name}": number for name, number in errors.items()}}
 
-    def bias_errors(hashes):
-        operator = theory.error_operator(hashes, n, scale, head, settings.causal)
-        norms = theory.error_norms(hashes, n, scale, head, settings.causal)
-        return theory.spectral_norm(operator) / norm, norms.largest, norms.rms
+    def bias_errors(mask):
+        norms = comparison.matrix_errors(mask * seen, kernel * seen)
+        return comparison.matrix_norm((mask - kernel) * seen) / norm, norms.largest, norms.rms
 
     blocks = PositionalHash.fixed_blocks(sigma)
-    out = comparison.biased_output(weights, comparison.mask_matrix(blocks, n, head), value)
+    mask = comparison.mask_matrix(blocks, n, head)
     keys = theory.drawn_keys(blocks, n, head).banded
-    yield row("fixed_blocks", None, 1, None, keys, out, bias_errors(blocks))
+    yield row("fixed_blocks", None, 1, None, keys, comparison.biased_output(weights, mask, value), bias_errors(mask))
     for sampler in settings.samplers:
         for samples in settings.samples:
             for seed in range(settings.seeds):
                 hashes = PositionalHash.sample(sigma, samples, seed, layer, sampler)
-                keys = theory.drawn_keys(hashes, n, head).banded
+                mask = comparison.mask_matrix(hashes, n, head)
+                keys = np.count_nonzero(np.tril(mask)) / n
                 if "pooled" in settings.estimators:
-                    out = comparison.biased_output(weights, comparison.mask_matrix(hashes, n, head), value)
-                    yield row("pooled", sampler, samples, seed, keys, out, bias_errors(hashes))
+                    out = comparison.biased_output(weights, mask, value)
+                    yield row("pooled", sampler, samples, seed, keys, out, bias_errors(mask))
                 if "mean" in settings.estimators and samples <= settings.mean_samples:
                     out = comparison.mean_estimator_output(weights, hashes, value, head)
                     yield row("mean", sampler, samples, seed, keys, out)

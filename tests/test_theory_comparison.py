@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_poslsh import PositionalHash, alibi_attention, positional_lsh_attention
-from hf_poslsh.theory import comparison
+from hf_poslsh.theory import comparison, error_norms, error_operator, spectral_norm
 
 N, DIM, SIGMA = 70, 6, (3.0, 11.0)
 
@@ -66,3 +66,14 @@ def test_output_errors():
     assert errors.row_median == pytest.approx(math.sqrt(2) / 2)
     assert errors.cosine == pytest.approx(0.5)
     assert comparison.output_errors(exact, exact) == (0, 0, 0, 0, 0, 1)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_dense_norms_are_those_of_the_operators(causal):
+    hashes = PositionalHash.sample(SIGMA, 9)
+    seen = np.tri(N) if causal else np.ones((N, N))
+    mask, kernel = comparison.mask_matrix(hashes, N, 1) * seen, comparison.kernel_matrix(N, SIGMA[1]) * seen
+    expected = error_norms(hashes, N, SIGMA[1], 1, causal)
+    np.testing.assert_allclose(comparison.matrix_errors(mask, kernel), expected, rtol=1e-9)
+    operator = error_operator(hashes, N, SIGMA[1], 1, causal)
+    assert comparison.matrix_norm(mask - kernel) == pytest.approx(spectral_norm(operator, 1e-6), rel=1e-3)

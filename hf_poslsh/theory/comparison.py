@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 
-from hf_poslsh.hashing import PositionalHash
-from hf_poslsh.theory.operators import bin_starts
+from hf_poslsh.hashing import PositionalHash, last_in_bin
+from hf_poslsh.theory.norms import ErrorNorms
+from hf_poslsh.theory.operators import BiasOperator, bin_starts, spectral_norm
 
 
 class OutputErrors(NamedTuple):
@@ -80,8 +82,21 @@ def mask_matrix(hashes: PositionalHash, n: int, head: int = 0) -> np.ndarray:
     In O(n^2 + s n), for s up to 10^5 and more: a bin ``[b, e)`` adds 1 to row b and -1 to row e in each of its
     columns; sums down the columns then count the bins that hold a pair.
     """
-    starts, offsets = bin_starts(hashes, n, head)
-    return np.cumsum(_borders(n, starts, offsets)[:n], axis=0) / hashes.num_samples
+    borders = _borders(n, hashes.widths[head], hashes.shifts[head])
+    return np.cumsum(borders[:n], axis=0) / hashes.num_samples
+
+
+def matrix_errors(matrix: np.ndarray, exact: np.ndarray) -> ErrorNorms:
+    """``error_norms`` of dense matrices ``(n, n)``, for s so large that a list of all bins takes more room."""
+    error = matrix - exact
+    frobenius = float(np.linalg.norm(error))
+    pairs = np.count_nonzero(exact) - len(exact)
+    return ErrorNorms(float(np.abs(error).max()), frobenius, frobenius / math.sqrt(max(pairs, 1)))
+
+
+def matrix_norm(matrix: np.ndarray) -> float:
+    """Spectral norm of a dense matrix ``(n, n)`` by Lanczos, see ``spectral_norm``."""
+    return spectral_norm(BiasOperator(len(matrix), lambda x: matrix @ x, lambda x: matrix.T @ x))
 
 
 def mean_estimator_output(
@@ -109,12 +124,14 @@ def equal_window(keys: float, n: int) -> int:
 
 
 @njit(cache=True, nogil=True)
-def _borders(n, starts, offsets):
+def _borders(n, widths, shifts):
     change = np.zeros((n + 1, n))
-    for r in range(offsets.size - 1):
-        for k in range(offsets[r], offsets[r + 1]):
-            end = starts[k + 1] if k + 1 < offsets[r + 1] else n
-            for i in range(starts[k], end):
-                change[starts[k], i] += 1
+    for r in range(widths.size):
+        first = np.int64(0)
+        while first < n:
+            end = first + 1 if widths[r] <= 1.0 else min(last_in_bin(first, widths[r], shifts[r]) + 1, n)
+            for i in range(first, end):
+                change[first, i] += 1
                 change[end, i] -= 1
+            first = end
     return change
