@@ -8,7 +8,8 @@ def drop_stale_compiled_code():
     """Numba dates compiled code by the file of the function alone, not by those of the functions that it calls."""
     package = Path(__file__).parent.parent / "hf_poslsh"
     compiled = [*package.rglob("*.nbi"), *package.rglob("*.nbc")]
-    newest = max(path.stat().st_mtime for path in [package / "hashing.py", *(package / "ops").glob("_*.py")])
+    sources = [path for path in package.rglob("*.py") if "jit" in path.read_text(encoding="utf-8")]
+    newest = max(path.stat().st_mtime for path in sources)
     if compiled and min(path.stat().st_mtime for path in compiled) < newest:
         for path in compiled:
             path.unlink(missing_ok=True)
