@@ -167,7 +167,7 @@ def stream(name: str, tokens: int, samples: int) -> list[Row]:
     prompt = torch.zeros(1, 2, dtype=torch.long)  # its first token is in the cache
     options = {"do_sample": True, "max_new_tokens": tokens, "eos_token_id": None, "streamer": recorder}
     model.generate(prompt, **{CACHE_NAME: cache}, **options)
-    steps = torch.tensor(recorder.times).double().diff().tolist()
+    steps = torch.tensor(recorder.times, dtype=torch.float64).diff().tolist()
     return [
         Row(
             "stream", name, 2, samples, torch.get_num_threads(), at + STRIDE,
