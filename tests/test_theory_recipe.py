@@ -1,5 +1,6 @@
 """The convergence recipe as it is started, and what it captures."""
 
+import argparse
 import csv
 import json
 import os
@@ -39,6 +40,19 @@ def test_it_measures_every_head_and_writes_csv_json_and_plots(tmp_path):
         for name in ("bias_spectral", "output_frobenius"):
             curve = content["means"][name][f"pooled {sampler}"]
             assert curve["64"] < 0.4 * curve["1"]
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "recipes" / "configs").glob("convergence*.yaml")), ids=lambda p: p.stem
+)
+def test_every_config_that_ships_is_valid(path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "recipes"))
+    import convergence
+
+    arguments = argparse.Namespace(config=str(path), output_dir=None, set=None)
+    settings = convergence.read_settings(arguments)
+    assert settings.samples
+    assert settings.output_dir
 
 
 def test_wrong_settings_end_with_a_message(tmp_path):
