@@ -25,7 +25,7 @@ _AUTO_CLASSES = {
 
 
 def load_adapter(
-    adapter: str | os.PathLike, model: nn.Module | None = None, *, is_trainable: bool = False, **kwargs: Any
+    adapter: str | os.PathLike[str], model: nn.Module | None = None, *, is_trainable: bool = False, **kwargs: Any
 ) -> PeftModel:
     """Loads an adapter that was trained on a patched model, on the model that it needs and on no other.
 

@@ -22,7 +22,7 @@ _GRID = 2.0**32  # unit draws are rounded to this grid, so that a libm's last bi
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _bin_start(index, width, shift):
+def _bin_start(index: int, width: float, shift: float) -> int:
     """First integer p with floor((p + shift) / width) >= index, by the very arithmetic of that formula."""
     edge = index * width - shift
     start = np.int64(math.ceil(edge))
@@ -37,19 +37,19 @@ def _bin_start(index, width, shift):
 
 
 @njit(cache=True, nogil=True)
-def first_in_bin(position, width, shift):
+def first_in_bin(position: int, width: float, shift: float) -> int:
     """First position p >= 0 with floor((p + shift) / width) equal to that of ``position`` (below 2**31)."""
     return max(_bin_start(math.floor((position + shift) / width), width, shift), np.int64(0))
 
 
 @njit(cache=True, nogil=True)
-def last_in_bin(position, width, shift):
+def last_in_bin(position: int, width: float, shift: float) -> int:
     """Last position p with floor((p + shift) / width) equal to that of ``position`` (below 2**31)."""
     return _bin_start(math.floor((position + shift) / width) + 1, width, shift) - 1
 
 
 @njit(cache=True, nogil=True)
-def _edges(positions, widths, shifts, right):
+def _edges(positions: np.ndarray, widths: np.ndarray, shifts: np.ndarray, right: bool) -> np.ndarray:
     heads, samples = widths.shape
     edges = np.empty((heads, samples, positions.size), dtype=np.int64)
     for h in range(heads):

@@ -22,7 +22,7 @@ def auto_map(config_class: str, architectures: Iterable[str] | None) -> dict[str
     return classes
 
 
-def write_shim(directory: str | os.PathLike) -> None:
+def write_shim(directory: str | os.PathLike[str]) -> None:
     """Writes the shim into a checkpoint's folder."""
     with open(os.path.join(directory, f"{_SHIM}.py"), "w", encoding="utf-8") as file:
         file.write(_SHIM_TEXT)

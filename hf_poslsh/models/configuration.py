@@ -52,7 +52,7 @@ class _SelfDescribing(_HostConfig):
         content["attn_implementation"] = ATTENTION_NAME
         content["rope_parameters"] = {"rope_type": _ROPE_TYPE, "base": content.get("rope_parameters")}
 
-    def to_json_file(self, json_file_path: str | os.PathLike, use_diff: bool = True) -> None:
+    def to_json_file(self, json_file_path: str | os.PathLike[str], use_diff: bool = True) -> None:
         """The host's, guarded."""
         from hf_poslsh import __version__
 
@@ -65,7 +65,7 @@ class _SelfDescribing(_HostConfig):
         with open(json_file_path, "w", encoding="utf-8") as file:
             file.write(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
-    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         """The host's, and beside config.json the module that ``trust_remote_code=True`` looks for."""
         os.makedirs(save_directory, exist_ok=True)
         hub.write_shim(save_directory)

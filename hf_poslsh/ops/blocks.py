@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -62,7 +62,7 @@ def blocks_attention(
     wide = query.to(dtype), key.to(dtype), value.to(dtype)
     average = torch.zeros_like(wide[0])
 
-    def passes():
+    def passes() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         nonlocal average
         for r in range(samples):
             hashes = PositionalHash(bias.hashes.widths[:, [r]], bias.hashes.shifts[:, [r]])

@@ -19,7 +19,7 @@ _BLOCK = 128  # tokens of a block of the mask
 
 
 @functools.cache
-def _compiled() -> Callable:
+def _compiled() -> Callable[..., Any]:
     return torch.compile(flex_attention, dynamic=False)
 
 
@@ -73,7 +73,9 @@ def _lse_request(with_lse: bool) -> dict[str, Any]:
     return {"return_lse": True} if request is None else {"return_aux": request(lse=True)}
 
 
-def _modifications(bias: PositionBias, layout: Layout) -> tuple[Callable, Callable]:
+def _modifications(
+    bias: PositionBias, layout: Layout
+) -> tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]:
     device = layout.query_positions.device
     query_positions, key_positions = layout.query_positions.to(torch.int32), layout.key_positions.to(torch.int32)
     query_rows, key_rows = query_positions.shape[0] > 1, key_positions.shape[0] > 1
@@ -85,10 +87,10 @@ def _modifications(bias: PositionBias, layout: Layout) -> tuple[Callable, Callab
     window, chunk = layout.window, layout.chunk
     query_segments, key_segments = layout.query_segments, layout.key_segments
 
-    def position(b, i, j):
+    def position(b: Any, i: Any, j: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return query_positions[b if query_rows else 0, i], key_positions[b if key_rows else 0, j]
 
-    def score_mod(score, b, h, i, j):
+    def score_mod(score: torch.Tensor, b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
         at, to = position(b, i, j)
         # A padded token is masked, but its position must not index outside the table.
         row, column = at.clamp(min=0), to.clamp(min=0)
@@ -102,7 +104,7 @@ def _modifications(bias: PositionBias, layout: Layout) -> tuple[Callable, Callab
         weighed = torch.where((count > 0) & (distance < reach[h]), weighed, -math.inf)
         return torch.where(to < sinks, score, weighed) if sinks else weighed
 
-    def mask_mod(b, h, i, j):
+    def mask_mod(b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
         at, to = position(b, i, j)
         allowed = (at >= 0) & (to >= 0)
         if causal:
@@ -119,7 +121,9 @@ def _modifications(bias: PositionBias, layout: Layout) -> tuple[Callable, Callab
     return score_mod, mask_mod
 
 
-def _block_mask(query: torch.Tensor, key: torch.Tensor, bias: PositionBias, layout: Layout, mask_mod) -> BlockMask:
+def _block_mask(
+    query: torch.Tensor, key: torch.Tensor, bias: PositionBias, layout: Layout, mask_mod: Callable[..., torch.Tensor]
+) -> BlockMask:
     seen = blocks_seen(query, key, bias, layout, _BLOCK)
     blocks = (key.shape[2] + _BLOCK - 1) // _BLOCK
     ends = np.where(seen[..., 1::2] > seen[..., ::2], (seen[..., 1::2] + _BLOCK - 1) // _BLOCK, 0)
