@@ -1,7 +1,28 @@
 import os
+import socket
+import sys
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+_HERE = {"", "localhost", "127.0.0.1", "::1", "0.0.0.0", "::", socket.gethostname()}
+
+
+def refuse_network(event, arguments):
+    """Audit hook: no test may leave this machine, nor learn of it by an error that a library swallows."""
+    if event not in ("socket.connect", "socket.sendto", "socket.getaddrinfo"):
+        return
+    address = arguments[0] if event == "socket.getaddrinfo" else arguments[1]
+    host = address[0] if isinstance(address, tuple) else address
+    local = event != "socket.getaddrinfo" and not isinstance(address, tuple)  # a Unix socket's path
+    if local or host is None:
+        return
+    name = host.decode() if isinstance(host, bytes) else str(host)
+    if name not in _HERE and not name.startswith("127."):
+        raise RuntimeError(f"a test wants the network: {event} to {name!r}.")
+
+
+sys.addaudithook(refuse_network)
 
 
 def drop_stale_compiled_code():

@@ -1,0 +1,21 @@
+"""Checks what a wheel and an sdist hold: .ci/contents.py WHEEL SDIST."""
+
+import sys
+import tarfile
+import zipfile
+
+wheel = zipfile.ZipFile(sys.argv[1]).namelist()
+sdist = [name.partition("/")[2] for name in tarfile.open(sys.argv[2]).getnames()]
+info = next(name for name in wheel if name.endswith(".dist-info/METADATA")).rpartition("/")[0]
+problems = [
+    f"wheel lacks {name}"
+    for name in ("hf_poslsh/py.typed", f"{info}/licenses/LICENSE", f"{info}/licenses/THIRD_PARTY_NOTICES")
+    if name not in wheel
+]
+problems += [f"sdist lacks {name}" for name in ("LICENSE", "README.md", "hf_poslsh/py.typed") if name not in sdist]
+tops = {name.split("/")[0] for name in wheel} - {info}
+problems += [f"wheel holds {name}" for name in sorted(tops) if not name.startswith("hf_poslsh")]
+problems += [f"wheel holds {name}" for name in wheel if name.endswith((".nbi", ".nbc", ".pyc")) or "/tests/" in name]
+if problems:
+    sys.exit("\n".join(problems))
+print(f"{len(wheel)} files in the wheel, {len(sdist)} in the sdist")
