@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 
 _SHIM = "modeling_poslsh"
+SHIM_FILE = f"{_SHIM}.py"
 _SHIM_TEXT = '''"""This checkpoint needs the package hf-poslsh: pip install hf-poslsh"""
 
 from hf_poslsh.models.families import *  # noqa: F403
@@ -24,5 +25,5 @@ def auto_map(config_class: str, architectures: Iterable[str] | None) -> dict[str
 
 def write_shim(directory: str | os.PathLike[str]) -> None:
     """Writes the shim into a checkpoint's folder."""
-    with open(os.path.join(directory, f"{_SHIM}.py"), "w", encoding="utf-8") as file:
+    with open(os.path.join(directory, SHIM_FILE), "w", encoding="utf-8") as file:
         file.write(_SHIM_TEXT)

@@ -74,14 +74,8 @@ def patch_model(model: Model, config: PosLSHConfig | None = None, **fields: Any)
         raise ValueError(f"this {type(target).__name__} is compiled (model.compile()); patch it first, then compile.")
 
     host = target.config
-    ours = copy.deepcopy(host)
-    for part in _parts(ours):
-        part.__class__ = family.classes[type(part)]
-    text = ours.get_text_config()
-    text.poslsh = method.to_dict()
-    text._attn_implementation = ATTENTION_NAME
-    check_method(text)
-    swap_classes(target, text)
+    ours = patched_config(host, method)
+    swap_classes(target, ours.get_text_config())
     for old, new in zip(_parts(host), _parts(ours), strict=True):
         _replace_config(model, old, new)
 
@@ -127,7 +121,7 @@ def unpatch_model(model: Model) -> Model:
         if type(module) in HOSTS:
             set_class(module, HOSTS[type(module)])
             module.__dict__.pop("_poslsh_step", None)
-    host = _host_config(ours) if undo is None else _with_changes(undo, ours)
+    host = host_config(ours) if undo is None else _with_changes(undo, ours)
     for old, new in zip(_parts(ours), _parts(host), strict=True):
         _replace_config(model, old, new)
     if undo is None:
@@ -139,6 +133,30 @@ def unpatch_model(model: Model) -> Model:
     for name, base in undo.adapter_bases.items():
         wrapper.peft_config[name].base_model_name_or_path = base
     return model
+
+
+def patched_config(host: Any, method: PosLSHConfig) -> Any:
+    """The config that a model of config ``host`` has when it is patched, without a model.
+
+    Args:
+        host: config of a supported model; it is left as it is.
+        method: the method.
+
+    Raises:
+        ValueError: the config is not exactly of a supported class, or the method does not fit it.
+    """
+    family = family_of(host)
+    if family is None or type(host) in HOSTS:
+        patched = "patched already" if type(host) in HOSTS else f"supported are exactly {supported_models()}"
+        raise ValueError(f"cannot patch a {type(host).__name__}: {patched}.")
+    ours = copy.deepcopy(host)
+    for part in _parts(ours):
+        part.__class__ = family.classes[type(part)]
+    text = ours.get_text_config()
+    text.poslsh = method.to_dict()
+    text._attn_implementation = ATTENTION_NAME
+    check_method(text)
+    return ours
 
 
 @contextlib.contextmanager
@@ -235,7 +253,8 @@ def _with_changes(undo: _Undo, ours: Any) -> Any:
     return config
 
 
-def _host_config(ours: Any) -> Any:
+def host_config(ours: Any) -> Any:
+    """The host's config from that of a patched model: what ``patched_config`` was given."""
     host = copy.deepcopy(ours)
     for part in _parts(host):
         part.__class__ = HOSTS[type(part)]

@@ -109,6 +109,16 @@ def test_drawn_keys_are_those_of_the_masks(sampler, sigma):
     assert keys.blocks == pytest.approx(6 * mask.sum() / n)
 
 
+@pytest.mark.parametrize(("sinks", "window", "chunk"), [(3, None, None), (3, 12, None), (5, None, 20), (90, 40, 25)])
+def test_drawn_keys_under_sinks_and_the_hosts_limits(sinks, window, chunk):
+    hashes = PositionalHash.sample([2.0, 9.0], 6)
+    i, j = np.mgrid[:90, :90]
+    for head in range(2):
+        mask = (hashes.mask_mean(90)[head] > 0) | (j < sinks)
+        mask &= (j <= i) & (i - j < (window or 90)) & (i // (chunk or 90) == j // (chunk or 90))
+        assert theory.drawn_keys(hashes, 90, head, sinks, window, chunk).banded == pytest.approx(mask.sum() / 90)
+
+
 def test_work_in_closed_form():
     assert theory.multiply_adds(10, 64) == 1280
     assert theory.full_attention_keys(4) == np.mean([1, 2, 3, 4])

@@ -12,7 +12,7 @@ from typing import Any
 import transformers
 from peft.utils import constants as peft_constants
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import image_processing_auto, modeling_auto, processing_auto, tokenization_auto
 from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
 from transformers.models.mistral.modeling_mistral import MistralAttention
@@ -159,8 +159,8 @@ HOSTS = {ours: host for family in FAMILIES for host, ours in family.classes.item
 """Our class to its host class: configs, attention, base models and heads."""
 
 
-def family_of(model: nn.Module) -> Family | None:
-    """The family of a model that is exactly of a known class, the host's or ours."""
+def family_of(model: nn.Module | PreTrainedConfig) -> Family | None:
+    """The family of a model or config that is exactly of a known class, the host's or ours."""
     kind = HOSTS.get(type(model), type(model))
     return next((family for family in FAMILIES if kind in family.classes), None)
 

@@ -90,15 +90,30 @@ class DrawnKeys(NamedTuple):
     blocks: float
 
 
-def drawn_keys(hashes: PositionalHash, n: int, head: int = 0) -> DrawnKeys:
+def drawn_keys(
+    hashes: PositionalHash,
+    n: int,
+    head: int = 0,
+    sinks: int = 0,
+    window: int | None = None,
+    chunk: int | None = None,
+) -> DrawnKeys:
     """What ``expected_keys`` is the mean of, for given draws, exactly, in O(n + bins).
 
     ``banded``: the first visible key of query i is the start of the earliest bin that holds i. ``blocks``: a bin of
     length l gives its l queries ``l (l + 1) / 2`` keys.
+
+    Args:
+        hashes: the draws.
+        n: number of tokens.
+        head: row of ``hashes``.
+        sinks: so many first keys are visible to all; counted by ``banded`` only.
+        window: keys so far away, or more, are hidden, sinks too; by ``banded`` only.
+        chunk: keys of another chunk of so many are hidden, sinks too; by ``banded`` only.
     """
     _checked(n, 1.0)
     starts, offsets = bin_starts(hashes, n, head)
-    banded, blocks = _key_sums(n, starts, offsets)
+    banded, blocks = _key_sums(n, starts, offsets, min(sinks, n), min(window or n, n), min(chunk or n, n))
     return DrawnKeys(banded / n, blocks / n)
 
 
@@ -118,7 +133,7 @@ def _check_delta(delta: float) -> None:
 
 
 @njit(cache=True, nogil=True)
-def _key_sums(n, starts, offsets):
+def _key_sums(n, starts, offsets, sinks, window, chunk):
     latest = np.zeros(n, dtype=np.int64)  # by first position, the end of the longest bin that starts there
     blocks = 0
     for r in range(offsets.size - 1):
@@ -131,5 +146,7 @@ def _key_sums(n, starts, offsets):
     for i in range(n):
         while latest[first] <= i:
             first += 1
-        banded += i - first + 1
+        lowest = max(i - window + 1, i // chunk * chunk)
+        near = max(first, lowest)
+        banded += i - near + 1 + max(min(sinks, near) - lowest, 0)
     return banded, blocks
