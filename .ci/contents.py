@@ -4,8 +4,10 @@ import sys
 import tarfile
 import zipfile
 
-wheel = zipfile.ZipFile(sys.argv[1]).namelist()
-sdist = [name.partition("/")[2] for name in tarfile.open(sys.argv[2]).getnames()]
+with zipfile.ZipFile(sys.argv[1]) as archive:
+    wheel = archive.namelist()
+with tarfile.open(sys.argv[2]) as archive:
+    sdist = [name.partition("/")[2] for name in archive.getnames()]
 info = next(name for name in wheel if name.endswith(".dist-info/METADATA")).rpartition("/")[0]
 problems = [
     f"wheel lacks {name}"
