@@ -1,12 +1,13 @@
 """The table of model families: host classes, our subclasses of them, and their registration with transformers.
 
-A family is a row of ``_TABLE``; everything else follows from it. Classes are made by ``_subclass``, because they
-differ in nothing but their host.
+A family is a row of ``_TABLE``, or what ``register_family`` is given; everything else follows from it. Classes are
+made by ``_subclass``, because they differ in nothing but their host.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import transformers
@@ -91,19 +92,41 @@ def _subclass(host: type, *mixins: type, **attributes: Any) -> type:
     return made
 
 
-def _make_family(
-    model_type: str, host_config: type, host_attention: type, host_base: type, heads: dict[str, type]
-) -> Family:
-    config = _subclass(host_config, PosLSHConfigMixin, model_type=f"poslsh_{model_type}")
-    attention = _subclass(host_attention, PosLSHAttentionMixin)
-    base = _subclass(host_base, PosLSHBaseModelMixin, config_class=config)
-    models = {"AutoModel": base}
+def register_family(model_type: str, config: type, attention: type, base: type, heads: Mapping[str, type]) -> Family:
+    """Makes a model type patchable, saved checkpoints of it loadable, for this process.
+
+    It must be called before ``patch_model`` and before a patched checkpoint of the type is loaded.
+
+    Args:
+        model_type: the host's ``model_type``.
+        config: the host's config class.
+        attention: its attention module: ``forward(hidden_states, position_embeddings, attention_mask, ...)`` ends in
+            one of transformers' attention functions with scores of its own ``scaling`` and nothing else in them
+            (no soft cap, no bias, no sinks), and hands its keyword arguments on.
+        base: its base model, whose ``layers[i].self_attn`` are of class ``attention``.
+        heads: model classes by the name of the Auto class that loads them.
+
+    Returns:
+        The family.
+
+    Raises:
+        ValueError: ``model_type`` is registered already.
+    """
+    if any(family.model_type == model_type for family in FAMILIES):
+        raise ValueError(f"the model type {model_type!r} is registered already.")
+    our_config = _subclass(config, PosLSHConfigMixin, model_type=f"poslsh_{model_type}")
+    our_attention = _subclass(attention, PosLSHAttentionMixin)
+    our_base = _subclass(base, PosLSHBaseModelMixin, config_class=our_config)
+    models = {"AutoModel": our_base}
     for auto_class, host in heads.items():
-        models[auto_class] = _subclass(host, PosLSHModelMixin, config_class=config)
-    _register(model_type, config, models)
+        models[auto_class] = _subclass(host, PosLSHModelMixin, config_class=our_config)
+    _register(model_type, our_config, models)
     classes = {host: models[auto_class] for auto_class, host in heads.items()}
-    classes |= {host_config: config, host_attention: attention, host_base: base}
-    return Family(model_type, config, attention, base, classes)
+    classes |= {config: our_config, attention: our_attention, base: our_base}
+    family = Family(model_type, our_config, our_attention, our_base, classes)
+    FAMILIES.append(family)
+    HOSTS.update({ours: host for host, ours in classes.items()})
+    return family
 
 
 def _register(model_type: str, config: type, models: dict[str, type]) -> None:
@@ -143,10 +166,17 @@ def _add_multimodal(
     for auto_class, text_model in text_auto_classes.items():
         # As in the host, a text class loads the text part of the whole checkpoint.
         getattr(transformers, auto_class)._model_mapping.register(config, text_model, exist_ok=True)
-    text.classes.update({host_config: config, host_model: model})
+    ours = {host_config: config, host_model: model}
+    text.classes.update(ours)
+    HOSTS.update({patched: host for host, patched in ours.items()})
 
 
-FAMILIES = tuple(_make_family(*row) for row in _TABLE)
+FAMILIES: list[Family] = []
+HOSTS: dict[type, type] = {}
+"""Our class to its host class: configs, attention, base models and heads."""
+
+for _row in _TABLE:
+    register_family(*_row)
 _llama4 = FAMILIES[-1]
 _add_multimodal(
     _llama4,
@@ -155,8 +185,6 @@ _add_multimodal(
     transformers.Llama4ForConditionalGeneration,
     {"AutoModelForCausalLM": _llama4.classes[transformers.Llama4ForCausalLM]},
 )
-HOSTS = {ours: host for family in FAMILIES for host, ours in family.classes.items()}
-"""Our class to its host class: configs, attention, base models and heads."""
 
 
 def family_of(model: nn.Module | PreTrainedConfig) -> Family | None:
