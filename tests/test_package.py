@@ -33,12 +33,11 @@ def test_every_public_name_is_in_the_reference():
     assert not missing
 
 
-@pytest.mark.parametrize("address", [("192.0.2.1", 80), ("example.org", 80)])
-def test_tests_cannot_leave_this_machine(address):
+def test_tests_cannot_leave_this_machine():
     with socket.socket() as connection, pytest.raises(RuntimeError, match="wants the network"):
-        connection.connect(address)
+        connection.connect(("192.0.2.1", 80))
     with pytest.raises(RuntimeError, match="wants the network"):
-        socket.getaddrinfo(*address)
+        socket.getaddrinfo("example.org", 80)
 
 
 def test_tests_can_talk_to_servers_of_their_own():
