@@ -8,12 +8,12 @@ from the positions of its tokens; the layers of the cache only do as they are to
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
 
 from hf_poslsh.config import PosLSHConfig
 from hf_poslsh.ops._tokens import unlimited
@@ -38,7 +38,12 @@ class Sight(NamedTuple):
     @property
     def bounded(self) -> bool:
         """Whether there is a distance from which on nothing but sinks is seen."""
-        return min(self.reach, self.window, self.chunk) < UNLIMITED
+        return self.earlier < UNLIMITED - 1
+
+    @property
+    def earlier(self) -> int:
+        """Largest number of keys before a query that it sees, sinks aside."""
+        return min(self.reach, self.window, self.chunk) - 1
 
     def sees(self, positions: np.ndarray, query: np.ndarray) -> np.ndarray:
         """Which keys a query, or any later one, may see.
@@ -270,20 +275,10 @@ def first_query(positions: np.ndarray, seen: int) -> np.ndarray:
     return np.where(first >= 0, first, positions.max(1) + 1)
 
 
-def make_bounded(cache: DynamicCache, sights: Mapping[int, Sight]) -> DynamicCache:
-    """Replaces layers of an empty dynamic cache by bounded ones, in place, where there is a bound.
-
-    Args:
-        cache: ``DynamicCache(config=...)``.
-        sights: by layer, of the layers that the method patches; the others keep the host's.
-
-    Returns:
-        ``cache``.
-    """
-    for layer, sight in sights.items():
-        if sight.bounded:
-            cache.layers[layer] = BoundedLayer()
-    return cache
+def make_bounded(cache: Cache, layers: Iterable[int]) -> None:
+    """Replaces layers of an empty ``DynamicCache(config=...)`` by bounded ones, in place; the others keep the host's."""
+    for layer in layers:
+        cache.layers[layer] = BoundedLayer()
 
 
 def has_bounded(cache: Cache) -> bool:
@@ -303,10 +298,9 @@ def check_windows(spans: Sequence[tuple[int, int]], queries: int, sights: Sequen
         ValueError: a layer has dropped tokens that a query sees, unless they are padding.
     """
     for layer, (sight, (start, length)) in enumerate(zip(sights, spans, strict=True)):
-        needed = min(sight.reach, sight.window, sight.chunk) - 1
         sinks_lost = sight.sinks > 0 and min(sight.window, sight.chunk) - 1 > length - queries
-        if start > 0 and (needed > length - queries or sinks_lost):
-            raise ValueError(_too_small(layer, length - queries, needed))
+        if start > 0 and (sight.earlier > length - queries or sinks_lost):
+            raise ValueError(_too_small(layer, length - queries, sight.earlier))
 
 
 def _too_small(layer: int, there: int, needed: int) -> str:

@@ -110,9 +110,10 @@ def poslsh_attention(
             f"layer {layer} got {query.shape[1]} of the model's {config.num_attention_heads} query heads (tensor "
             "parallelism?); slopes and draws belong to global heads. Load the model without a tensor-parallel plan."
         )
-    if key.shape[2] != context.num_keys(layer):
+    announced = context.num_keys(layer, query.shape[2])
+    if key.shape[2] != announced:
         raise ValueError(
-            f"layer {layer} got {key.shape[2]} keys where the cache announced {context.num_keys(layer)}; "
+            f"layer {layer} got {key.shape[2]} keys where the cache announced {announced}; "
             "gradient checkpointing cannot continue a filled cache, and a cache serves one forward at a time."
         )
     layout = context.layout(layer, query.shape[2], query.device, *host_limits(config, layer))

@@ -13,6 +13,7 @@ import torch
 
 from hf_poslsh.config import PosLSHConfig
 from hf_poslsh.ops.bias import Layout
+from hf_poslsh.static_cache import Ring
 
 
 class Context(NamedTuple):
@@ -24,7 +25,8 @@ class Context(NamedTuple):
             belong to an earlier document.
         segments: int64 ``(B or 1, slots)``, not falling along a row, or None for one document a row.
         first_query: slot of the first query; a tensor where the cache counts in one.
-        key_slots: of every layer, first slot and number of its keys, or the slots of all its keys, int64 ``(K,)``.
+        key_slots: of every layer, first slot and number of its keys, or the slots of all its keys, int64 ``(K,)``,
+            or the ring that they are in.
         step: training step that keys the draws, or None for the fixed ones.
     """
 
@@ -32,12 +34,14 @@ class Context(NamedTuple):
     positions: torch.Tensor
     segments: torch.Tensor | None
     first_query: int | torch.Tensor
-    key_slots: tuple[tuple[int, int] | torch.Tensor, ...]
+    key_slots: tuple[tuple[int, int] | torch.Tensor | Ring, ...]
     step: int | None
 
-    def num_keys(self, layer: int) -> int:
-        """Number of keys that a layer's attention is to be given."""
+    def num_keys(self, layer: int, queries: int) -> int:
+        """Number of keys that a layer's attention is to be given for so many queries."""
         slots = self.key_slots[layer]
+        if isinstance(slots, Ring):
+            return slots.sinks + slots.window + queries
         return slots.shape[0] if isinstance(slots, torch.Tensor) else slots[1]
 
     def layout(self, layer: int, queries: int, device: torch.device, window: int | None, chunk: int | None) -> Layout:
@@ -47,14 +51,22 @@ class Context(NamedTuple):
 
         def split(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             rows = rows.to(device)
+            queries = rows.index_select(1, query_slots.to(device))
             if isinstance(key_slots, torch.Tensor):
                 keys = rows.index_select(1, key_slots.to(device))
+            elif isinstance(key_slots, Ring):
+                keys = queries
             else:
                 keys = rows[:, key_slots[0] : sum(key_slots)]
-            return rows.index_select(1, query_slots.to(device)), keys
+            return queries, keys
 
         query_positions, key_positions = split(self.positions)
         query_segments, key_segments = (None, None) if self.segments is None else split(self.segments)
+        if isinstance(key_slots, Ring):  # the earlier keys belong to the document of the first query
+            earlier = key_slots.positions().to(device)
+            key_positions = torch.cat([earlier, key_positions], dim=1)
+            if key_segments is not None:
+                key_segments = torch.cat([key_segments[:, :1].expand_as(earlier), key_segments], dim=1)
         return Layout(query_positions, key_positions, query_segments, key_segments, True, window, chunk)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.generation import GenerationMode
 from transformers.utils import logging
 
@@ -23,6 +23,7 @@ from hf_poslsh.models.attention import host_limits
 from hf_poslsh.models.compat import CACHE_NAME, can_record, key_slots, tokens_seen
 from hf_poslsh.models.configuration import check_attention_name
 from hf_poslsh.models.context import Context, place_tokens
+from hf_poslsh.static_cache import has_rings, make_static_bounded, plan_rings, require
 
 if TYPE_CHECKING:
     _HostModel = PreTrainedModel
@@ -42,20 +43,21 @@ class _GenerationMixin(_HostModel):
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """The host's; of a dynamic cache that it makes, the patched layers become bounded."""
+        """The host's; of a dynamic or static cache that it makes, the patched layers become bounded."""
         given = model_kwargs.get(CACHE_NAME)
         super()._prepare_cache_for_generation(  # type: ignore[misc]
             generation_config, model_kwargs, generation_mode, *args, **kwargs
         )
         made = model_kwargs.get(CACHE_NAME)
-        if given is not None or type(made) is not DynamicCache:
+        if given is not None or type(made) not in (DynamicCache, StaticCache):
             return
         assists = getattr(generation_config, "is_assistant", False)
-        if (assists or generation_mode == GenerationMode.ASSISTED_GENERATION) and not can_record(made):
+        taken_back = assists or generation_mode == GenerationMode.ASSISTED_GENERATION
+        if taken_back and (isinstance(made, StaticCache) or not can_record(made)):
             return  # tokens will be taken back, without word when
         text = self.config.get_text_config()
         method = method_of(text)
-        if method.cache == "bounded" and not has_bounded(_bound(made, text)):
+        if not _bound(made, text) and method.cache == "bounded":
             logger.warning_once(
                 f"bias={method.bias!r} has no distance beyond which keys are never seen: the KV cache grows with the "
                 "text. Set PosLSHConfig(cache='full') if that is meant."
@@ -135,7 +137,8 @@ class PosLSHBaseModelMixin(PosLSHModelMixin):
             wants_cache = self.config.use_cache if use_cache is None else use_cache
             # A compiled graph cannot ask which keys to drop, and in training nobody reads the cache.
             if cache is None and wants_cache and not self.training and not torch.compiler.is_compiling():
-                cache = _bound(DynamicCache(config=self.config), self.config)
+                cache = DynamicCache(config=self.config)
+                _bound(cache, self.config)
             kwargs["poslsh"] = self._context(tokens, attention_mask, position_ids, cache, kwargs)
         return super().forward(
             input_ids=input_ids,
@@ -174,6 +177,10 @@ class PosLSHBaseModelMixin(PosLSHModelMixin):
         )
         method = method_of(self.config)
         step = self._draw_step(method)
+        if cache is not None and has_rings(cache):
+            rings = plan_rings(cache, queries, seen, positions, segments, _sights(self.config, step))
+            slots = tuple(rings.get(layer, span) for layer, span in enumerate(slots_of_layers))
+            return Context(method, positions, segments, seen, slots, step)
         if cache is not None and drops_keys(cache):
             sights = _sights(self.config, step)
             if torch.compiler.is_compiling() and not has_bounded(cache):
@@ -207,14 +214,23 @@ def _sights_of(fields: dict[str, Any], num_heads: int, step: int | None, limits:
     return [sight_of_layer(method, num_heads, layer, step, *pair) for layer, pair in enumerate(limits)]
 
 
-def _bound(cache: DynamicCache, config: Any) -> DynamicCache:
-    """Bounds the patched layers of an empty cache that have a bound, if the method says so."""
+def _bound(cache: Cache, config: Any) -> bool:
+    """Bounds the patched layers of an empty cache that have a bound, if the method says so.
+
+    Returns:
+        Whether a bound exists.
+    """
     method = method_of(config)
     if method.cache == "full":
-        return cache
+        return False
     sights = _sights(config)
     patched = range(len(sights)) if method.layers is None else method.layers
-    return make_bounded(cache, {layer: sights[layer] for layer in patched})
+    bounded = {layer: sights[layer] for layer in patched if sights[layer].bounded}
+    if isinstance(cache, StaticCache):
+        make_static_bounded(cache, bounded)
+    else:
+        make_bounded(cache, bounded)
+    return bool(bounded)
 
 
 def method_of(config: Any) -> PosLSHConfig:
@@ -243,6 +259,11 @@ def _check_mask(mask: Any, tokens: torch.Tensor, seen: int | torch.Tensor, cache
         raise ValueError(
             f"attention_mask has shape {tuple(mask.shape)}; it must cover the {needed} tokens so far, cached ones "
             f"included, of {tokens.shape[0]} rows."
+        )
+    if isinstance(seen, torch.Tensor):
+        require(
+            seen + tokens.shape[1] <= mask.shape[1],
+            "attention_mask is shorter than the tokens so far; it must cover the cached ones too.",
         )
 
 
