@@ -45,9 +45,9 @@ class PosLSHConfig:
         impl: how it is computed, see ``positional_lsh_attention``.
         window: number of visible keys, the query's own included, for ``bias="window"`` only.
         tolerance: for ``bias="alibi"``: the largest share of a row's weight that the cut may drop.
-        cache: ``"bounded"`` (the dynamic KV caches that the model makes keep what later tokens can see, and no
-            more; where the bias has no bound they grow) or ``"full"`` (the host's). A prompt of any length fits
-            with ``generate(prefill_chunk_size=...)``. Caches given by the user and static ones stay as they are.
+        cache: ``"bounded"`` (the dynamic and static KV caches that the model makes keep what later tokens can
+            see, and no more; where the bias has no bound they are the host's) or ``"full"`` (the host's). A prompt
+            of any length fits with ``generate(prefill_chunk_size=...)``. Caches given by the user stay as they are.
 
     Raises:
         ValueError: a field has a value that is not supported, or fields contradict each other.

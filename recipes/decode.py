@@ -2,7 +2,7 @@
 
 ``step``: a few layers of Qwen3-0.6B's shape with random weights take single steps from caches of growing length. The
 original's cache is filled with random keys, because its prefill is quadratic; ours by prefill in chunks. ``stream``:
-a small model generates one long text. Leaves ``decode.csv`` (columns: see ``Row``), ``decode.md``, ``decode.png``.
+a small model generates one long text through a ``TextStreamer``. Leaves ``decode.csv`` (columns: see ``Row``), ``decode.md``, ``decode.png``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
-from transformers.generation.streamers import BaseStreamer
+from tokenizers import Tokenizer, decoders, models
+from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TextStreamer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_poslsh import patch_model
@@ -140,27 +140,35 @@ def stopwatch(model: Any, cache: Any) -> Iterator[list[float]]:
         model.model.__dict__.pop("_context", None)
 
 
-class Recorder(BaseStreamer):
-    """Notes when each token came, and what the process held then."""
+class Recorder(TextStreamer):
+    """Notes when each token came, and what the process held then; the text itself goes nowhere."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocab_size: int) -> None:
+        # A streamer decodes the line at hand again for every token, so that some tokens must end it.
+        words = {("\n" if i % 16 == 0 else "w") + f"{i} ": i for i in range(vocab_size)}
+        tokenizer = Tokenizer(models.WordLevel(words, unk_token="w1 "))
+        tokenizer.decoder = decoders.Fuse()
+        super().__init__(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
         self.times: list[float] = []
         self.held: list[float | None] = []
+        self.characters = 0
 
     def put(self, value: torch.Tensor) -> None:
         """Called for the prompt and for every token."""
+        super().put(value)
         self.times.append(time.perf_counter())
         if len(self.times) % STRIDE == 1:
             self.held.append(resident())
 
-    def end(self) -> None:
-        """Called at the end."""
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Called with every piece of text."""
+        self.characters += len(text)
 
 
 def stream(name: str, tokens: int, samples: int) -> list[Row]:
     """Generates ``tokens`` tokens with a small model of 4/2 heads of 64."""
     shape = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model, recorder = make_model(2, samples, name == "patched", head_dim=64, **shape), Recorder()
+    model, recorder = make_model(2, samples, name == "patched", head_dim=64, **shape), Recorder(1024)
     cache = prefill(model, None, 1)
     sizes: list[int] = []
     cache.update = counting(cache, sizes)

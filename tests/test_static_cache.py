@@ -163,6 +163,20 @@ def test_decoding_compiled_without_a_graph_break(family, padded):
             decode(ids[:, :1], position_ids=torch.tensor([[9]]), **{CACHE_NAME: cache}, **kwargs)
 
 
+@pytest.mark.slow
+def test_generation_compiled_to_machine_code():
+    """Inductor takes a minute. The prefill and the decoding step are compiled, and nothing is compiled again."""
+    model, (ids, mask) = patched("qwen3"), left_padded()
+    expected = generate(model, ids, new=20, attention_mask=mask)[0].tolist()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model.forward = torch.compile(model.forward, fullgraph=True)
+    got = generate(model, ids, new=20, attention_mask=mask, disable_compile=True, **STATIC)
+    assert isinstance(got[2].layers[0], RingLayer)
+    assert got[0].tolist() == expected
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
 def test_a_mask_that_ends_before_the_new_tokens_is_refused():
     model, ids = patched("qwen3"), random_ids(1, 9)
     for cache in (ring_cache(model), StaticCache(config=model.config, max_cache_len=20)):

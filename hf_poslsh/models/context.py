@@ -105,8 +105,9 @@ def place_tokens(
     if padding_mask is None:
         rank = slot[None]
     else:
-        real = padding_mask.to(device) != 0
-        exists = exists & torch.nn.functional.pad(real, (0, max(slots - real.shape[1], 0)))[:, :slots]
+        # Integers are padded, not truth values: torch 2.13 compiles the latter to C++ that is no C++.
+        real = (padding_mask.to(device) != 0).long()
+        exists = exists & (torch.nn.functional.pad(real, (0, max(slots - real.shape[1], 0)))[:, :slots] == 1)
         rank = exists.cumsum(-1) - 1
     query_rank = rank.index_select(1, query_slots)
     query_exists = exists.index_select(1, query_slots)
@@ -121,11 +122,11 @@ def place_tokens(
             first = query_exists.long().argmax(-1, keepdim=True)
             real_before = torch.where(query_exists, index, 0).cummax(-1).values
             lag = lag.gather(1, torch.maximum(real_before, first))
-        restarts = torch.nn.functional.pad(lag[:, 1:] > lag[:, :-1], (1, 0))
+        restarts = lag.diff(dim=1, prepend=lag[:, :1]) > 0
         starts.append(torch.where(restarts, before, lag[:, :1].clamp_min(0)))
     if sequence_ids is not None:
         ids = sequence_ids.to(device)
-        changes = torch.nn.functional.pad(ids[:, 1:] != ids[:, :-1], (1, 0))
+        changes = ids.diff(dim=1, prepend=ids[:, :1]) != 0
         starts.append(torch.where(changes, before, 0))
     if sequence_ends is not None:
         borders = torch.zeros(queries + 1, dtype=torch.bool, device=device)
