@@ -276,7 +276,7 @@ def first_query(positions: np.ndarray, seen: int) -> np.ndarray:
 
 
 def make_bounded(cache: Cache, layers: Iterable[int]) -> None:
-    """Replaces layers of an empty ``DynamicCache(config=...)`` by bounded ones, in place; the others keep the host's."""
+    """Replaces layers of an empty ``DynamicCache(config=...)`` by bounded ones, in place."""
     for layer in layers:
         cache.layers[layer] = BoundedLayer()
 

@@ -128,8 +128,8 @@ class RingLayer(StaticLayer):
                 "a bounded static cache cannot take tokens back; use PosLSHConfig(cache='full') or a dynamic cache."
             )
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Puts the rows in another order."""
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Puts the rows in another order, int64 ``(B,)``."""
         super().reorder_cache(beam_idx)
         if self.held is not None:
             self.held = self.held.index_select(0, beam_idx.to(self.held.device))
@@ -156,20 +156,22 @@ def _put(store: torch.Tensor, columns: torch.Tensor, new: torch.Tensor) -> None:
         store.scatter_(2, columns[:, None, :, None].expand_as(new), new)
 
 
-def make_static_bounded(cache: Cache, sights: dict[int, Sight]) -> None:
+def make_static_bounded(cache: Cache, sights: dict[int, Sight], length: int) -> None:
     """Replaces layers of an empty static cache by bounded ones, in place, where that takes less memory.
 
     Args:
         cache: ``StaticCache(config=...)``.
         sights: by layer, of the layers that the method patches; the others keep the host's.
+        length: tokens that the cache as a whole is to see; it may be told longer by its own layers.
     """
-    length = max(layer.get_mask_sizes(1)[0] for layer in cache.layers)
+    static = [layer for layer in cache.layers if isinstance(layer, StaticLayer)]
+    length = max(length, *(layer.get_mask_sizes(1)[0] for layer in static))
     for index, sight in sights.items():
-        old, window = cache.layers[index], sight.earlier
+        old, window = static[index], sight.earlier
         if isinstance(old, RingLayer) or sight.sinks + window + 1 >= old.max_cache_len:
             continue
         layer = RingLayer(length, sight.sinks, window)
-        if old.is_initialized:  # a compiled prefill needs its memory beforehand
+        if old.keys is not None:  # a compiled prefill needs its memory beforehand
             layer.lazy_initialization(old.keys, old.values)
         cache.layers[index] = layer
 
@@ -214,7 +216,7 @@ def plan_rings(
         new = torch.where(document == document[:, -1:], new, -1)
         carried = torch.where(document[:, 0] == document[:, -1], before, 0)
     after = torch.maximum(new.amax(1) + 1, carried)
-    rings = {}
+    rings: dict[int, Ring] = {}
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, RingLayer):
             continue
@@ -233,8 +235,8 @@ def plan_rings(
 def _check_continued(before: torch.Tensor, held: torch.Tensor) -> None:
     require(
         ((before == 0) | (before == held)).all(),
-        "a bounded static cache goes on from its last tokens only: to change the padding mask of earlier tokens or to "
-        "return to an earlier document, use PosLSHConfig(cache='full').",
+        "a bounded static cache goes on from its last tokens only: to change the padding mask of earlier tokens or "
+        "to return to an earlier document, use PosLSHConfig(cache='full').",
     )
 
 

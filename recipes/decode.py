@@ -2,7 +2,8 @@
 
 ``step``: a few layers of Qwen3-0.6B's shape with random weights take single steps from caches of growing length. The
 original's cache is filled with random keys, because its prefill is quadratic; ours by prefill in chunks. ``stream``:
-a small model generates one long text through a ``TextStreamer``. Leaves ``decode.csv`` (columns: see ``Row``), ``decode.md``, ``decode.png``.
+a small model generates one long text through a ``TextStreamer``. Leaves ``decode.csv`` (columns: see ``Row``),
+``decode.md``, ``decode.png``.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 from tokenizers import Tokenizer, decoders, models
+from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TextStreamer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

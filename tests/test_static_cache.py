@@ -20,7 +20,7 @@ def ring_cache(model, length=130):
     """An empty static cache with the rings that generate() would give this model."""
     cache, method = StaticCache(config=model.config, max_cache_len=length), METHOD.replace(**model.config.poslsh)
     sinks = method.sink_tokens
-    make_static_bounded(cache, {i: Sight(reach, sinks, 2**62, 2**62) for i, reach in enumerate(REACH)})
+    make_static_bounded(cache, {i: Sight(reach, sinks, 2**62, 2**62) for i, reach in enumerate(REACH)}, length)
     assert [type(layer) for layer in cache.layers] == [RingLayer] * 2
     return cache
 
@@ -43,6 +43,15 @@ def test_generation_equals_the_full_cache(family, sinks, limited, layers):
     static = generate(whole, ids, attention_mask=mask, **STATIC)
     torch.testing.assert_close(static[1], expected[1], **CLOSE)
     assert not any(isinstance(layer, RingLayer) for layer in static[2].layers)
+
+
+def test_a_host_window_wider_than_the_ring_does_not_end_the_text():
+    """A static cache of sliding layers alone does not know how long the text will be."""
+    ids, window = random_ids(1, 90), {"sliding_window": 40}
+    got = generate(patched("mistral", 2, window), ids, **STATIC)
+    assert isinstance(got[2].layers[0], RingLayer)
+    expected = generate(patched("mistral", 2, window, cache="full"), ids)
+    torch.testing.assert_close(got[1], expected[1], **CLOSE)
 
 
 @both_sinks

@@ -41,14 +41,19 @@ class _GenerationMixin(_HostModel):
         return attention_mask
 
     def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *args: Any, **kwargs: Any
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
     ) -> None:
         """The host's; of a dynamic or static cache that it makes, the patched layers become bounded."""
         given = model_kwargs.get(CACHE_NAME)
         super()._prepare_cache_for_generation(  # type: ignore[misc]
-            generation_config, model_kwargs, generation_mode, *args, **kwargs
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
-        made = model_kwargs.get(CACHE_NAME)
+        made: Any = model_kwargs.get(CACHE_NAME)
         if given is not None or type(made) not in (DynamicCache, StaticCache):
             return
         assists = getattr(generation_config, "is_assistant", False)
@@ -57,7 +62,8 @@ class _GenerationMixin(_HostModel):
             return  # tokens will be taken back, without word when
         text = self.config.get_text_config()
         method = method_of(text)
-        if not _bound(made, text) and method.cache == "bounded":
+        length = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0)
+        if not _bound(made, text, length) and method.cache == "bounded":
             logger.warning_once(
                 f"bias={method.bias!r} has no distance beyond which keys are never seen: the KV cache grows with the "
                 "text. Set PosLSHConfig(cache='full') if that is meant."
@@ -214,8 +220,13 @@ def _sights_of(fields: dict[str, Any], num_heads: int, step: int | None, limits:
     return [sight_of_layer(method, num_heads, layer, step, *pair) for layer, pair in enumerate(limits)]
 
 
-def _bound(cache: Cache, config: Any) -> bool:
+def _bound(cache: Cache, config: Any, length: int = 0) -> bool:
     """Bounds the patched layers of an empty cache that have a bound, if the method says so.
+
+    Args:
+        cache: dynamic or static.
+        config: of the text model.
+        length: tokens that a static cache is to see.
 
     Returns:
         Whether a bound exists.
@@ -227,7 +238,7 @@ def _bound(cache: Cache, config: Any) -> bool:
     patched = range(len(sights)) if method.layers is None else method.layers
     bounded = {layer: sights[layer] for layer in patched if sights[layer].bounded}
     if isinstance(cache, StaticCache):
-        make_static_bounded(cache, bounded)
+        make_static_bounded(cache, bounded, length)
     else:
         make_bounded(cache, bounded)
     return bool(bounded)
