@@ -125,6 +125,7 @@ def collect(experiment: Experiment, evaluations: dict[str, Any], used: dict[str,
                 "poslsh": recipes[name]["poslsh"],
                 "training": recipes[name]["training"],
                 "lengths": evaluation["lengths"],
+                "positions": evaluation["positions"],
             }
             for name, evaluation in evaluations.items()
         },

@@ -1,4 +1,4 @@
-"""The evaluation arithmetic against hand-computed cases."""
+"""What is read and scored: windows against hand-computed cases, models whose every probability is known."""
 
 import math
 from types import SimpleNamespace
@@ -6,16 +6,25 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from conftest import random_ids
 
+from hf_poslsh import PosLSHConfig, patch_model
 from hf_poslsh.evaluation import (
+    PROTOCOLS,
+    Document,
     TokenScores,
     Window,
-    plot_perplexity_by_length,
+    non_overlapping_windows,
+    protocol_windows,
     require_same_targets,
     same_target_windows,
     score_logits,
     score_windows,
+    scoring,
+    single_pass_windows,
+    sliding_windows,
 )
+from hf_poslsh.testing import tiny_model
 
 
 class TableModel(torch.nn.Module):
@@ -23,39 +32,45 @@ class TableModel(torch.nn.Module):
 
     def __init__(self, table):
         super().__init__()
-        self.table = torch.nn.Parameter(table)
+        self.head = torch.nn.Linear(len(table), len(table), bias=False)
+        self.head.weight.data = table.T.contiguous()
         self.batches = []
         self.train()
 
     @property
     def device(self):
-        return self.table.device
+        return self.head.weight.device
 
-    def forward(self, input_ids, use_cache, logits_to_keep):
+    def get_output_embeddings(self):
+        return self.head
+
+    def hidden(self, ids):
+        return torch.nn.functional.one_hot(ids, self.head.in_features).to(self.head.weight.dtype)
+
+    def forward(self, input_ids, use_cache):
         assert not self.training
         assert not use_cache
         self.batches.append(tuple(input_ids.shape))
-        return SimpleNamespace(logits=self.table[input_ids][:, -logits_to_keep:])
+        return SimpleNamespace(logits=self.head(self.hidden(input_ids)))
 
 
 class CountingModel(TableModel):
     """Rates every token by how often it occurred so far in its window: its loss depends on the context."""
 
-    def forward(self, input_ids, use_cache, logits_to_keep):
-        seen = torch.nn.functional.one_hot(input_ids, self.table.shape[1]).cumsum(1).float()
-        return SimpleNamespace(logits=seen[:, -logits_to_keep:])
+    def __init__(self, vocabulary):
+        super().__init__(torch.eye(vocabulary))
+
+    def hidden(self, ids):
+        return super().hidden(ids).cumsum(1)
 
 
-def scores_of(nll, rank=None, document=None, target=None):
-    nll = np.array(nll, dtype=np.float64)
-    zeros = np.zeros(len(nll), dtype=np.int64)
-    return TokenScores(
-        document=zeros if document is None else np.array(document),
-        target=np.arange(len(nll)) if target is None else np.array(target),
-        context=np.arange(len(nll)) + 1,
-        nll=nll,
-        rank=zeros if rank is None else np.array(rank),
-    )
+def document_of(ids, bos=None):
+    ids = np.array(ids, dtype=np.int64)
+    return Document(ids, np.ones_like(ids), bos)
+
+
+def random_document(seed, vocabulary, length, bos=None):
+    return document_of(np.random.default_rng(seed).integers(0, vocabulary, length), bos)
 
 
 def test_a_window_names_its_targets_and_their_contexts():
@@ -99,6 +114,84 @@ def test_targets_spread_over_the_document():
     assert np.ptp(np.diff(ends)) <= 100
 
 
+def test_sliding_windows_by_hand():
+    assert sliding_windows([11, 1, 4], 4, 3) == [
+        Window(0, 0, 4, 4),
+        Window(0, 3, 7, 3),
+        Window(0, 6, 10, 3),
+        Window(2, 0, 3, 3),
+    ]
+    assert sliding_windows([8], 4, 2)[-1] == Window(0, 3, 7, 1)
+
+
+def test_non_overlapping_windows_by_hand():
+    assert non_overlapping_windows([10, 1, 5], 4) == [
+        Window(0, 0, 4, 4),
+        Window(0, 4, 8, 4),
+        Window(0, 8, 9, 1),
+        Window(2, 0, 4, 4),
+    ]
+
+
+def test_single_passes_by_hand():
+    assert single_pass_windows([10, 4, 5], 4) == [Window(0, 0, 4, 4), Window(2, 0, 4, 4)]
+    assert single_pass_windows([21, 9], 4, 3) == [
+        *(Window(0, start, start + 4, 4) for start in (0, 4, 12)),
+        *(Window(1, start, start + 4, 4) for start in (0, 4)),
+    ]
+
+
+@pytest.mark.parametrize("length", [2, 7, 64, 100, 1000])
+@pytest.mark.parametrize("stride", [1, 3, None])
+def test_sliding_and_non_overlapping_windows_score_every_token_but_the_first_once(length, stride):
+    documents = [1, 2, 3, 8, 65, 257]
+    if stride is None:
+        windows = non_overlapping_windows(documents, length)
+        read = [(w.document, i) for w in windows for i in range(w.start, w.end)]
+        assert len(read) == len(set(read))
+    else:
+        windows = sliding_windows(documents, length, min(stride, length))
+        for window in windows:
+            assert window.start == 0 or window.contexts[0] > length - stride
+    targets = [(w.document, t) for w in windows for t in w.targets]
+    assert sorted(targets) == [(d, t) for d, tokens in enumerate(documents) for t in range(1, tokens)]
+    assert all(1 <= w.length <= length and w.end < documents[w.document] for w in windows)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_every_protocol_scores_the_same_targets_at_every_length(protocol):
+    documents = [random_document(seed, 3, 50) for seed in range(2)]
+    numbers = {"targets": 40, "targets_per_window": 4, "stride": 3}
+    windows = protocol_windows(protocol, [50, 50], [20, 7], **numbers)
+    assert list(windows) == [7, 20]
+    assert max(w.length for w in windows[20]) == 20
+    require_same_targets({n: score_windows(CountingModel(3), documents, w) for n, w in windows.items()})
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: sliding_windows([10], 4, 5), "stride is 5; choose 1 up to the length, 4"),
+        (lambda: sliding_windows([1], 4, 2), "longest document has 1 tokens"),
+        (lambda: non_overlapping_windows([10], 0), "lengths is"),
+        (lambda: non_overlapping_windows([1, 1], 4), "longest document has 1 tokens"),
+        (lambda: single_pass_windows([10], 4, 0), "passes is 0"),
+        (lambda: single_pass_windows([10], 10), "length 10 needs 11"),
+        (
+            lambda: protocol_windows("strided", [9], [4], targets=4, targets_per_window=4, stride=None),
+            "protocol is 'strided'; choose one of same-targets, sliding-window, non-overlapping",
+        ),
+        (
+            lambda: protocol_windows("sliding-window", [9], [4, 6], targets=4, targets_per_window=4, stride=None),
+            "needs a stride; choose 1 up to 4",
+        ),
+    ],
+)
+def test_impossible_protocols_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -135,138 +228,127 @@ def test_nan_logits_are_refused():
         score_logits(torch.tensor([[0.0, 1.0], [math.nan, 1.0]]), torch.tensor([0, 0]))
 
 
-def test_uniform_model_has_the_vocabulary_as_perplexity():
-    model = TableModel(torch.zeros(50, 50))
-    document = np.random.default_rng(0).integers(0, 50, 300)
-    scores = score_windows(model, [document], same_target_windows([300], [32], 200, 8)[32])
-    assert len(scores) == 200
-    assert scores.perplexity() == pytest.approx(50, rel=1e-6)
-    assert scores.accuracy(50) == 1.0
-    assert scores.accuracy(1) == (document[scores.target] == 0).mean()
-
-
-def test_known_logits_give_the_known_loss_of_exactly_the_targets():
+@pytest.mark.parametrize("logits_at_once", [1, 50, 2**24])
+def test_known_logits_give_the_known_loss_of_exactly_the_targets(monkeypatch, logits_at_once):
+    monkeypatch.setattr(scoring, "_LOGITS_AT_ONCE", logits_at_once)
     table = torch.randn(9, 9, generator=torch.Generator().manual_seed(1))
-    documents = [np.random.default_rng(2).integers(0, 9, n) for n in (57, 91)]
+    documents = [random_document(2, 9, n) for n in (57, 91)]
     windows = [Window(1, 10, 30, 5), Window(0, 0, 20, 5), Window(0, 50, 56, 6), Window(1, 0, 20, 20)]
     model = TableModel(table)
     scores = score_windows(model, documents, windows, batch_tokens=40)
-    assert model.batches == [(2, 20), (1, 6), (1, 20)]
+    assert model.batches == [(2, 20), (2, 20)]  # the window of 6 tokens is padded
     assert model.training
     expected = [(0, t) for t in (*range(16, 21), *range(51, 57))] + [(1, t) for t in (*range(1, 21), *range(26, 31))]
     assert list(zip(scores.document.tolist(), scores.target.tolist(), strict=True)) == expected
     log_p = torch.log_softmax(table.double(), -1).numpy()
-    nll = [-log_p[documents[d][t - 1], documents[d][t]] for d, t in expected]
+    nll = [-log_p[documents[d].ids[t - 1], documents[d].ids[t]] for d, t in expected]
     assert scores.nll == pytest.approx(nll, rel=1e-5)
-    assert scores.loss() == pytest.approx(np.mean(nll), rel=1e-5)
     assert scores.context.tolist() == [*range(16, 21), *range(1, 7), *range(1, 21), *range(16, 21)]
-    best = [table[documents[d][t - 1]].argmax().item() == documents[d][t] for d, t in expected]
-    assert scores.accuracy(1) == np.mean(best)
+    order = (-log_p).argsort(1).tolist()
+    assert scores.rank.tolist() == [order[documents[d].ids[t - 1]].index(documents[d].ids[t]) for d, t in expected]
 
 
-def test_batch_size_and_split_over_processes_change_nothing():
-    model = CountingModel(torch.zeros(4, 4))
-    documents = [np.random.default_rng(3).integers(0, 4, n) for n in (200, 300)]
-    windows = same_target_windows([200, 300], [24], 120, 6)[24]
-    one = score_windows(model, documents, windows, batch_tokens=24)
-    many = score_windows(model, documents, windows, batch_tokens=10_000)
-    split = TokenScores.concatenate([score_windows(model, documents, windows[rank::3]) for rank in (2, 0, 1)])
-    for other in (many, split):
-        assert np.array_equal(one.target, other.target)
-        assert np.array_equal(one.context, other.context)
-        assert np.array_equal(one.nll, other.nll)
-        assert one.summary([1, 2]) == other.summary([1, 2])
+def test_every_window_begins_with_the_beginning_of_sequence():
+    table = torch.randn(5, 5, generator=torch.Generator().manual_seed(6))
+    log_p = torch.log_softmax(table.double(), -1).numpy()
+    document = document_of([4, 1, 2, 3, 1, 2, 3], bos=4)
+    scores = score_windows(TableModel(table), [document], [Window(0, 0, 3, 3), Window(0, 3, 6, 3)])
+    reads = [4, 1, 2, 4, 1, 2]  # in place of the 3 that stands where the second window begins
+    assert scores.target.tolist() == [1, 2, 3, 4, 5, 6]
+    assert scores.nll == pytest.approx([-log_p[a, b] for a, b in zip(reads, document.ids[1:], strict=True)], rel=1e-5)
+
+
+def test_bytes_follow_their_targets():
+    document = Document(np.array([0, 1, 0, 1]), np.array([7, 5, 3, 2]))
+    assert score_windows(TableModel(torch.zeros(2, 2)), [document], [Window(0, 1, 3, 2)]).bytes.tolist() == [3, 2]
+    with pytest.raises(ValueError, match="must share one shape"):
+        Document(np.array([0, 1]), np.array([1]))
+
+
+def test_a_split_over_processes_changes_nothing_at_all():
+    model = CountingModel(4)
+    documents = [random_document(3, 4, n) for n in (200, 300)]
+    windows = sliding_windows([200, 300], 24, 7)
+    one = score_windows(model, documents, windows, batch_tokens=100)
+    for processes in (2, 3, 1000):
+        parts = [
+            score_windows(model, documents, windows, batch_tokens=100, share=(rank, processes))
+            for rank in reversed(range(min(processes, 200)))
+        ]
+        together = TokenScores.concatenate(parts)
+        for name, array in one.arrays().items():
+            assert np.array_equal(array, together.arrays()[name]), name
+
+
+@pytest.mark.parametrize("patched", [False, True], ids=["host", "poslsh"])
+def test_batches_with_padding_score_as_single_windows(family, patched):
+    model = tiny_model(family)
+    if patched:
+        patch_model(model, PosLSHConfig(num_samples=4, sigma=8.0))
+    documents = [document_of(row, bos=1) for row in random_ids(4, 90)]
+    windows = [Window(d, 3 * d, 20 + 17 * d, 5 + d) for d in range(4)]
+    read = []
+    padded = score_windows(model, documents, windows, batch_tokens=10_000, on_batch=read.append)
+    single = score_windows(model, documents, windows, batch_tokens=1)
+    assert read == [sum(window.length for window in windows)]
+    assert padded.nll == pytest.approx(single.nll, rel=1e-5)
+    for window in windows:
+        ids = torch.from_numpy(documents[window.document].ids[window.start :].copy())
+        ids[0] = 1
+        logits = model(ids[None, : window.length]).logits[0, -window.scored :].double()
+        nll = -torch.log_softmax(logits, -1).gather(
+            -1, ids[window.length - window.scored + 1 : window.length + 1, None]
+        )
+        mine = single[(single.document == window.document)]
+        assert mine.nll == pytest.approx(nll[:, 0].tolist(), rel=1e-4)
+
+
+def test_half_precision_models_are_scored(family):
+    model = tiny_model(family)
+    document = document_of(random_ids(1, 60)[0])
+    exact = score_windows(model, [document], [Window(0, 0, 59, 40)])
+    half = score_windows(model.to(torch.bfloat16), [document], [Window(0, 0, 59, 40)])
+    assert half.nll.mean() == pytest.approx(exact.nll.mean(), rel=2e-2)
+    assert not np.array_equal(half.nll, exact.nll)
+
+
+class Capped(CountingModel):
+    def forward(self, input_ids, use_cache):
+        return SimpleNamespace(logits=torch.tanh(super().forward(input_ids, use_cache).logits))
+
+
+class Cropped(CountingModel):
+    def forward(self, input_ids, use_cache):
+        return super().forward(input_ids[:, 1:], use_cache)
+
+
+@pytest.mark.parametrize(("kind", "message"), [(Capped, "changes its logits"), (Cropped, "otherwise than once")])
+def test_models_that_do_more_than_embed_the_output_are_refused(kind, message):
+    with pytest.raises(ValueError, match=message):
+        score_windows(kind(3), [random_document(0, 3, 10)], [Window(0, 0, 9, 9)])
 
 
 def test_only_the_context_differs_between_lengths():
-    document = np.random.default_rng(4).integers(0, 4, 400)
+    document = random_document(4, 4, 400)
     windows = same_target_windows([400], [8, 16, 60], 100, 4)
-    scores = {n: score_windows(TableModel(torch.randn(4, 4)), [document], w) for n, w in windows.items()}
-    require_same_targets(scores)
     table = TableModel(torch.randn(4, 4))
-    blind = [score_windows(table, [document], w).loss() for w in windows.values()]
-    assert blind[0] == blind[1] == blind[2]
-    counting = CountingModel(torch.zeros(4, 4))
-    sighted = {n: score_windows(counting, [document], w).loss() for n, w in windows.items()}
+    blind = {n: score_windows(table, [document], w) for n, w in windows.items()}
+    require_same_targets(blind)
+    assert blind[8].nll.mean() == blind[16].nll.mean() == blind[60].nll.mean()
+    sighted = {n: score_windows(CountingModel(4), [document], w).nll.mean() for n, w in windows.items()}
     assert len(set(sighted.values())) == 3
-
-
-def test_different_targets_are_refused():
-    with pytest.raises(ValueError, match="8 and 16 scored different targets"):
-        require_same_targets({8: scores_of([1, 2]), 16: scores_of([1, 2], target=[0, 2])})
-
-
-def test_aggregates_weight_tokens_not_parts():
-    parts = [scores_of([2.0], rank=[0]), scores_of([4.0, 6.0, 8.0], rank=[1, 4, 9], target=[5, 6, 7])]
-    scores = TokenScores.concatenate(parts)
-    assert scores.loss() == 5.0
-    assert scores.perplexity() == pytest.approx(math.exp(5.0))
-    assert scores.summary([1, 5, 10]) == {
-        "perplexity": pytest.approx(math.exp(5.0)),
-        "loss": 5.0,
-        "top_1_accuracy": 0.25,
-        "top_5_accuracy": 0.75,
-        "top_10_accuracy": 1.0,
-        "tokens_scored": 4,
-        "context": [1, 3],
-    }
-
-
-def test_overflowing_perplexity_is_infinite():
-    assert scores_of([1000.0]).perplexity() == math.inf
-
-
-def test_a_target_scored_twice_is_refused():
-    with pytest.raises(ValueError, match="1 targets were scored twice, the first at token 3"):
-        TokenScores.concatenate([scores_of([1.0], target=[3]), scores_of([1.0], target=[3])])
-    with pytest.raises(ValueError, match="no scores"):
-        TokenScores.concatenate([])
-    with pytest.raises(ValueError, match="k is 0"):
-        scores_of([1.0]).accuracy(0)
-    with pytest.raises(ValueError, match="share one shape"):
-        scores_of([1.0, 2.0], rank=[0])
 
 
 @pytest.mark.parametrize("window", [Window(0, 0, 10, 2), Window(0, -1, 5, 2), Window(0, 5, 9, 5), Window(0, 5, 9, 0)])
 def test_windows_outside_their_document_are_refused(window):
     with pytest.raises(ValueError, match="does not fit its document of 10 tokens"):
-        score_windows(TableModel(torch.zeros(2, 2)), [np.zeros(10, dtype=np.int64)], [window])
+        score_windows(TableModel(torch.zeros(2, 2)), [document_of([0] * 10)], [window])
 
 
 def test_mode_is_restored_after_an_error():
     model = TableModel(torch.full((2, 2), math.nan))
     with pytest.raises(FloatingPointError):
-        score_windows(model, [np.zeros(10, dtype=np.int64)], [Window(0, 0, 4, 2)])
+        score_windows(model, [document_of([0] * 10)], [Window(0, 0, 4, 2)])
     assert model.training
     with pytest.raises(ValueError, match="batch_tokens is 0"):
-        score_windows(model, [np.zeros(10, dtype=np.int64)], [Window(0, 0, 4, 2)], batch_tokens=0)
-
-
-def test_a_transformers_model_scores_as_its_own_loss():
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=16,
-        )
-    )
-    document = np.random.default_rng(5).integers(0, 64, 21)
-    loss = model(torch.tensor(document)[None], labels=torch.tensor(document)[None]).loss
-    assert score_windows(model, [document], [Window(0, 0, 20, 20)]).loss() == pytest.approx(loss.item(), rel=1e-5)
-
-
-@pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_plot_is_written(tmp_path, suffix):
-    path = tmp_path / f"perplexity.{suffix}"
-    plot_perplexity_by_length({"a": {512: 10.0, 1024: 11.0}, "b": {512: 9.0}}, path, training_length=512, title="t")
-    head = path.read_bytes()[:100]
-    assert head.startswith(b"\x89PNG") if suffix == "png" else b"<?xml" in head
-    with pytest.raises(ValueError, match="no perplexities"):
-        plot_perplexity_by_length({"a": {}}, path)
+        score_windows(model, [document_of([0] * 10)], [Window(0, 0, 4, 2)], batch_tokens=0)

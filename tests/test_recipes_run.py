@@ -48,6 +48,8 @@ def test_it_leaves_checkpoints_results_plot_and_card_and_nothing_else(output):
         "README.md",
         "perplexity.png",
         "plsh",
+        "report.md",
+        "results.csv",
         "results.json",
         "rope",
         "settings.json",
@@ -89,9 +91,9 @@ def test_the_card_shows_the_numbers_of_the_results(output):
 
 @pytest.mark.parametrize("arm", ["plsh", "rope"])
 def test_evaluating_a_checkpoint_again_gives_the_same_numbers(output, tmp_path, arm):
-    launch("recipes/evaluate.py", output / arm, "--output", tmp_path / "again.json")
-    again, results = strictly_parsed(tmp_path / "again.json"), strictly_parsed(output / "results.json")
-    assert again["lengths"] == results["arms"][arm]["lengths"]
+    launch("recipes/evaluate.py", output / arm, "--output_dir", tmp_path / "again")
+    again, results = strictly_parsed(tmp_path / "again/results.json"), strictly_parsed(output / "results.json")
+    assert again["arms"][arm]["lengths"] == results["arms"][arm]["lengths"]
     assert again["protocol"] == results["protocol"]
 
 
@@ -156,10 +158,10 @@ def test_evaluation_on_another_text_must_be_asked_for(output, tmp_path):
         output / "rope",
         *("--data_dir", tmp_path, "--text", "austen-northanger-abbey.txt"),
         *("--set", "lengths=[32,48]", "--set", "targets_per_window=16", "--set", "targets=64"),
-        *("--output", tmp_path / "other.json"),
+        *("--output_dir", tmp_path / "other"),
     )
-    other = strictly_parsed(tmp_path / "other.json")
-    assert list(other["lengths"]) == ["32", "48"]
+    other = strictly_parsed(tmp_path / "other/results.json")
+    assert list(other["arms"]["rope"]["lengths"]) == ["32", "48"]
     assert other["protocol"]["tokens_scored"] == 64
 
 

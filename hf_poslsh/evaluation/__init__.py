@@ -1,20 +1,50 @@
 """Perplexity and extrapolation: which tokens are scored, how, and what is made of the scores.
 
-The arithmetic of the recipes lives here, tested against hand-computed cases; files, tokenizers and progress bars
+The arithmetic of the recipes lives here, tested against hand-computed cases; files, checkpoints and progress bars
 do not.
 """
 
-from hf_poslsh.evaluation.plots import plot_perplexity_by_length
+from hf_poslsh.evaluation.documents import Document, encode_document
+from hf_poslsh.evaluation.intervals import bootstrap_interval, resampling_units
+from hf_poslsh.evaluation.plots import plot_by_length, plot_by_position
 from hf_poslsh.evaluation.scores import TokenScores, require_same_targets, score_logits
 from hf_poslsh.evaluation.scoring import score_windows
-from hf_poslsh.evaluation.windows import Window, same_target_windows
+from hf_poslsh.evaluation.summary import by_position, loss_difference, measures, position_edges, summarize
+from hf_poslsh.evaluation.tables import markdown_report, rows_by_length, rows_by_position
+from hf_poslsh.evaluation.windows import (
+    PROTOCOLS,
+    Window,
+    non_overlapping_windows,
+    protocol_windows,
+    same_target_windows,
+    single_pass_windows,
+    sliding_windows,
+)
 
 __all__ = [
+    "PROTOCOLS",
+    "Document",
     "TokenScores",
     "Window",
-    "plot_perplexity_by_length",
+    "bootstrap_interval",
+    "by_position",
+    "encode_document",
+    "loss_difference",
+    "markdown_report",
+    "measures",
+    "non_overlapping_windows",
+    "plot_by_length",
+    "plot_by_position",
+    "position_edges",
+    "protocol_windows",
     "require_same_targets",
+    "resampling_units",
+    "rows_by_length",
+    "rows_by_position",
     "same_target_windows",
     "score_logits",
     "score_windows",
+    "single_pass_windows",
+    "sliding_windows",
+    "summarize",
 ]

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Sized
+from typing import Any
+
+_MARKERS = "osD^vP*X"
 
 
-def plot_perplexity_by_length(
-    curves: Mapping[str, Mapping[int, float]],
+def plot_by_length(
+    arms: Mapping[str, Mapping[str, Mapping[str, Any]]],
     path: str | os.PathLike[str],
     *,
+    protocol: str,
     training_length: int | None = None,
     title: str | None = None,
 ) -> None:
-    """Draws one line per arm and writes it to ``path``; the suffix (.png, .svg, .pdf) chooses the format.
+    """Draws perplexity by context length, one line per arm, and writes it to ``path``.
+
+    A bar is the interval over texts; a small dot is one run (seed) where there are several.
 
     Args:
-        curves: for each arm, perplexity by context length in tokens.
-        path: file to write.
+        arms: for each arm, what ``summarize`` returned by length (text, as in JSON).
+        path: file to write; the suffix (.png, .svg, .pdf) chooses the format.
+        protocol: named at the axis.
         training_length: marked by a vertical line.
         title: text above the plot.
 
@@ -25,29 +32,95 @@ def plot_perplexity_by_length(
         ValueError: there is nothing to draw.
         ImportError: matplotlib is not installed.
     """
-    if not any(curves.values()):
+    if not any(arms.values()):
         raise ValueError("there are no perplexities to plot; evaluate at least one arm at one length.")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'hf-poslsh[plots]'.") from error
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.add_subplot()
-    markers = "osD^vP*X"
-    for index, (arm, curve) in enumerate(curves.items()):
-        lengths = sorted(curve)
-        axes.plot(lengths, [curve[n] for n in lengths], marker=markers[index % len(markers)], label=arm)
+    figure, axes = _figure()
+    for index, (arm, lengths) in enumerate(arms.items()):
+        summaries = dict(sorted((int(length), summary) for length, summary in lengths.items()))
+        places = [length * 2 ** (0.2 * _aside(index, arms)) for length in summaries]
+        color = _draw_line(axes, index, arm, places, list(summaries.values()), "perplexity")
+        for place, summary in zip(places, summaries.values(), strict=True):
+            runs = summary["runs"]["perplexity"]
+            if len(runs) > 1:
+                axes.plot([place] * len(runs), runs, ".", color=color, markersize=3)
     axes.set_xscale("log", base=2)
-    ticks = sorted({length for curve in curves.values() for length in curve})
+    ticks = sorted({int(length) for lengths in arms.values() for length in lengths})
     axes.set_xticks(ticks, [str(length) for length in ticks])
     axes.minorticks_off()
-    values = [value for curve in curves.values() for value in curve.values()]
+    values = [summary["perplexity"] for lengths in arms.values() for summary in lengths.values()]
     if max(values) > 5 * min(values):
         axes.set_yscale("log")
     if training_length is not None:
         axes.axvline(training_length, color="0.6", linestyle="--", linewidth=1, label="training length")
     axes.set_xlabel("context length (tokens)")
-    axes.set_ylabel("perplexity, same targets at every length")
+    axes.set_ylabel(f"perplexity, {protocol}")
+    _save(figure, axes, title, path)
+
+
+def plot_by_position(
+    arms: Mapping[str, Sequence[Mapping[str, Any]]],
+    path: str | os.PathLike[str],
+    *,
+    training_length: int | None = None,
+    title: str | None = None,
+) -> None:
+    """Draws the loss by position within a pass, one line per arm, and writes it to ``path``.
+
+    A bar is the interval over texts. The text differs between positions, so that only arms at one position compare.
+
+    Args:
+        arms: for each arm, what ``by_position`` returned; the same buckets for all.
+        path: file to write; the suffix chooses the format.
+        training_length: marked by a vertical line between the buckets that it separates.
+        title: text above the plot.
+
+    Raises:
+        ValueError: there is nothing to draw.
+        ImportError: matplotlib is not installed.
+    """
+    if not any(arms.values()):
+        raise ValueError("there are no losses to plot; evaluate at least one arm.")
+    figure, axes = _figure()
+    buckets = next(iter(arms.values()))
+    for index, (arm, summaries) in enumerate(arms.items()):
+        places = [place + 0.4 * _aside(index, arms) for place in range(len(summaries))]
+        _draw_line(axes, index, arm, places, summaries, "loss")
+    axes.set_xticks(range(len(buckets)), [f"{bucket['from']}-{bucket['to']}" for bucket in buckets])
+    if training_length is not None:
+        place = sum(bucket["to"] <= training_length for bucket in buckets) - 0.5
+        axes.axvline(place, color="0.6", linestyle="--", linewidth=1, label="training length")
+    axes.set_xlabel("position in the pass (tokens)")
+    axes.set_ylabel("loss (nats per token)")
+    _save(figure, axes, title, path)
+
+
+def _aside(index: int, arms: Sized) -> float:
+    """Keeps the bars of different arms apart: from -0.5 to 0.5, by arm."""
+    return (index + 0.5) / len(arms) - 0.5
+
+
+def _draw_line(
+    axes: Any, index: int, arm: str, places: Sequence[float], summaries: Sequence[Mapping[str, Any]], measure: str
+) -> Any:
+    """One arm with its intervals, where it has any; returns the colour."""
+    values = [summary[measure] for summary in summaries]
+    (line,) = axes.plot(places, values, marker=_MARKERS[index % len(_MARKERS)], label=arm)
+    for place, summary in zip(places, summaries, strict=True):
+        if summary["intervals"][measure] is not None:
+            axes.vlines(place, *summary["intervals"][measure], color=line.get_color(), linewidth=1, alpha=0.6)
+    return line.get_color()
+
+
+def _figure() -> tuple[Any, Any]:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plots need matplotlib: pip install 'hf-poslsh[plots]'.") from error
+    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def _save(figure: Any, axes: Any, title: str | None, path: str | os.PathLike[str]) -> None:
     if title:
         axes.set_title(title)
     axes.grid(True, alpha=0.3)

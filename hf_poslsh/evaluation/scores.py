@@ -1,8 +1,7 @@
-"""From logits to per-token scores, and from scores to perplexity and accuracy. No models, no files."""
+"""From logits to per-token scores. No models, no files, no averages."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -42,12 +41,13 @@ def score_logits(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Ten
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Scores of T targets; every aggregate weights all tokens equally.
+    """Scores of T targets.
 
     Args:
         document: int64 ``(T,)``, the target's document.
         target: int64 ``(T,)``, its token index in that document.
         context: int64 ``(T,)``, the number of tokens that were read before it.
+        bytes: int64 ``(T,)``, how many UTF-8 bytes of the text it stands for.
         nll: float64 ``(T,)``, negative log-likelihood in nats.
         rank: int64 ``(T,)``, how many tokens were rated above it.
 
@@ -58,16 +58,32 @@ class TokenScores:
     document: np.ndarray
     target: np.ndarray
     context: np.ndarray
+    bytes: np.ndarray
     nll: np.ndarray
     rank: np.ndarray
 
     def __post_init__(self) -> None:
-        shapes = {field.name: getattr(self, field.name).shape for field in fields(self)}
+        shapes = {name: array.shape for name, array in self.arrays().items()}
         if len(set(shapes.values())) != 1 or self.nll.ndim != 1:
             raise ValueError(f"the arrays of TokenScores must share one shape (T,); got {shapes}.")
 
     def __len__(self) -> int:
         return len(self.nll)
+
+    def __getitem__(self, chosen: np.ndarray) -> TokenScores:
+        """The scores of some targets: a boolean mask or indices."""
+        return TokenScores(**{name: array[chosen] for name, array in self.arrays().items()})
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The fields by name, as ``numpy.savez`` and the constructor take them."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def empty(cls) -> TokenScores:
+        """No scores: the share of a process that found nothing left to do."""
+        return cls(
+            **{field.name: np.empty(0, "float64" if field.name == "nll" else "int64") for field in fields(cls)}
+        )
 
     @classmethod
     def concatenate(cls, parts: Sequence[TokenScores]) -> TokenScores:
@@ -80,7 +96,7 @@ class TokenScores:
             raise ValueError("there are no scores to put together; score at least one window.")
         joined = {field.name: np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)}
         order = np.lexsort((joined["target"], joined["document"]))
-        scores = cls(**{name: array[order] for name, array in joined.items()})
+        scores = cls(**joined)[order]
         twice = (np.diff(scores.document) == 0) & (np.diff(scores.target) == 0)
         if twice.any():
             raise ValueError(
@@ -89,40 +105,19 @@ class TokenScores:
             )
         return scores
 
-    def loss(self) -> float:
-        """Mean negative log-likelihood in nats per token."""
-        return float(self.nll.mean())
 
-    def perplexity(self) -> float:
-        """``exp(loss)``; inf where that overflows."""
-        loss = self.loss()
-        return math.exp(loss) if loss < 700 else math.inf
+def require_same_targets(scores: Mapping[Any, TokenScores], what: str = "lengths") -> None:
+    """Checks that the same tokens of the same documents were scored, standing for the same text.
 
-    def accuracy(self, k: int = 1) -> float:
-        """Share of targets among the model's k best tokens."""
-        if k < 1:
-            raise ValueError(f"k is {k}; top-k accuracy needs k of at least 1.")
-        return float((self.rank < k).mean())
-
-    def summary(self, top_k: Sequence[int] = (1,)) -> dict[str, Any]:
-        """The figures of a report: perplexity, loss, ``top_<k>_accuracy``, tokens scored, range of contexts."""
-        return {
-            "perplexity": self.perplexity(),
-            "loss": self.loss(),
-            **{f"top_{k}_accuracy": self.accuracy(k) for k in top_k},
-            "tokens_scored": len(self),
-            "context": [int(self.context.min()), int(self.context.max())],
-        }
-
-
-def require_same_targets(scores: Mapping[int, TokenScores]) -> None:
-    """Checks that all lengths scored the same tokens of the same documents.
+    Args:
+        scores: by length, by arm, by seed.
+        what: the plural of what the keys are, for the message.
 
     Raises:
-        ValueError: two lengths differ in their targets, so that their figures must not be compared.
+        ValueError: two of them differ in their targets, so that their figures must not be compared.
     """
     items = list(scores.items())
-    for length, other in items[1:]:
-        first_length, first = items[0]
-        if not (np.array_equal(first.document, other.document) and np.array_equal(first.target, other.target)):
-            raise ValueError(f"lengths {first_length} and {length} scored different targets; they can't be compared.")
+    for key, other in items[1:]:
+        first_key, first = items[0]
+        if not all(np.array_equal(first.arrays()[n], other.arrays()[n]) for n in ("document", "target", "bytes")):
+            raise ValueError(f"{what} {first_key} and {key} scored different targets; they can't be compared.")

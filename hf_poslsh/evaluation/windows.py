@@ -5,6 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+PROTOCOLS = {
+    "same-targets": "the same tokens are scored at every length; only how much stands before them differs",
+    "sliding-window": "every token of the texts is scored once, with at least length - stride tokens of context",
+    "non-overlapping": "every token of the texts is scored once, in windows that share nothing: its mean context is "
+    "half of the length",
+}
+"""The protocols by name, each in one sentence."""
+
 
 @dataclass(frozen=True)
 class Window:
@@ -41,6 +49,43 @@ class Window:
         return range(self.length - self.scored + 1, self.length + 1)
 
 
+def protocol_windows(
+    protocol: str,
+    document_lengths: Sequence[int],
+    lengths: Sequence[int],
+    *,
+    targets: int,
+    targets_per_window: int,
+    stride: int | None,
+) -> dict[int, list[Window]]:
+    """The windows of a protocol at each length.
+
+    Args:
+        protocol: one of ``PROTOCOLS``.
+        document_lengths: number of tokens of each document.
+        lengths: window lengths in tokens.
+        targets: of ``same-targets`` alone, see ``same_target_windows``.
+        targets_per_window: of ``same-targets`` alone.
+        stride: of ``sliding-window`` alone, which needs it; see ``sliding_windows``.
+
+    Returns:
+        For each length, ascending, its windows in document order.
+
+    Raises:
+        ValueError: the protocol is unknown, a number is out of range, or the documents are too short.
+    """
+    _check_lengths(lengths)
+    if protocol == "same-targets":
+        return same_target_windows(document_lengths, lengths, targets, targets_per_window)
+    if protocol == "sliding-window":
+        if stride is None:
+            raise ValueError(f"the protocol sliding-window needs a stride; choose 1 up to {min(lengths)}.")
+        return {length: sliding_windows(document_lengths, length, stride) for length in sorted(lengths)}
+    if protocol == "non-overlapping":
+        return {length: non_overlapping_windows(document_lengths, length) for length in sorted(lengths)}
+    raise ValueError(f"protocol is {protocol!r}; choose one of {', '.join(PROTOCOLS)}.")
+
+
 def same_target_windows(
     document_lengths: Sequence[int], lengths: Sequence[int], targets: int, targets_per_window: int
 ) -> dict[int, list[Window]]:
@@ -64,8 +109,7 @@ def same_target_windows(
     Raises:
         ValueError: a number is out of range, or no document is long enough for the longest length.
     """
-    if not lengths or min(lengths) < 1 or len(set(lengths)) != len(lengths):
-        raise ValueError(f"lengths is {list(lengths)}; give distinct window lengths of at least 1 token.")
+    _check_lengths(lengths)
     if not 1 <= targets_per_window <= min(lengths):
         raise ValueError(
             f"targets_per_window is {targets_per_window}; choose 1 up to the smallest length, {min(lengths)}."
@@ -79,13 +123,113 @@ def same_target_windows(
         for end in range(longest, tokens, targets_per_window)
     ]
     if not ends:
-        raise ValueError(
-            f"the longest document has {max(document_lengths, default=0)} tokens; length {longest} needs "
-            f"{longest + 1}. Give longer documents or shorter lengths."
-        )
+        raise _too_short(document_lengths, longest)
     count = min(targets // targets_per_window, len(ends))
     chosen = [ends[index * len(ends) // count] for index in range(count)]
     return {
         length: [Window(document, end - length, end, targets_per_window) for document, end in chosen]
         for length in sorted(lengths)
     }
+
+
+def sliding_windows(document_lengths: Sequence[int], length: int, stride: int) -> list[Window]:
+    """Every token of the documents once, each window ``stride`` tokens further than the one before.
+
+    The first window of a document scores all its targets: they have no more context than the document gives. Each
+    later window scores its last ``stride`` targets (the last window what is left), which have between
+    ``length - stride + 1`` and ``length`` tokens of context. The first token of a document has nothing before it and
+    is never scored.
+
+    Args:
+        document_lengths: number of tokens of each document; those of 1 token hold no target.
+        length: tokens of a window; shorter documents are read whole.
+        stride: targets per later window, 1 up to ``length``.
+
+    Returns:
+        The windows in document order.
+
+    Raises:
+        ValueError: a number is out of range, or no document has 2 tokens.
+    """
+    _check_lengths([length])
+    if not 1 <= stride <= length:
+        raise ValueError(f"stride is {stride}; choose 1 up to the length, {length}.")
+    windows = []
+    for document, tokens in enumerate(document_lengths):
+        end = 0
+        while end < tokens - 1:
+            last, end = end, min(end + stride if end else length, tokens - 1)
+            windows.append(Window(document, max(end - length, 0), end, end - last))
+    if not windows:
+        raise _too_short(document_lengths, 1)
+    return windows
+
+
+def non_overlapping_windows(document_lengths: Sequence[int], length: int) -> list[Window]:
+    """The documents cut into windows that share nothing; every target is scored once.
+
+    On average a target has half of ``length`` as context, and the first of a window one token: the longer the
+    windows, the fewer such targets. Figures of different lengths differ for that reason alone.
+
+    Args:
+        document_lengths: number of tokens of each document; those of 1 token hold no target.
+        length: tokens of a window; a document's last window may be shorter.
+
+    Returns:
+        The windows in document order.
+
+    Raises:
+        ValueError: ``length`` is below 1, or no document has 2 tokens.
+    """
+    _check_lengths([length])
+    windows = []
+    for document, tokens in enumerate(document_lengths):
+        for start in range(0, tokens - 1, length):
+            end = min(start + length, tokens - 1)
+            windows.append(Window(document, start, end, end - start))
+    if not windows:
+        raise _too_short(document_lengths, 1)
+    return windows
+
+
+def single_pass_windows(document_lengths: Sequence[int], length: int, passes: int = 1) -> list[Window]:
+    """Whole windows of which every target is scored: for the loss by position within one pass.
+
+    Args:
+        document_lengths: number of tokens of each document; those too short for a window are left out, so that all
+            positions see the same documents.
+        length: tokens of a window.
+        passes: windows per document at most. They are evenly spaced and share nothing; the first begins with the
+            document.
+
+    Returns:
+        The windows in document order.
+
+    Raises:
+        ValueError: a number is below 1, or no document is long enough.
+    """
+    _check_lengths([length])
+    if passes < 1:
+        raise ValueError(f"passes is {passes}; it must be at least 1.")
+    windows = []
+    for document, tokens in enumerate(document_lengths):
+        possible = (tokens - 1) // length
+        count = min(passes, possible)
+        for index in range(count):
+            start = (index * possible // count) * length
+            windows.append(Window(document, start, start + length, length))
+    if not windows:
+        raise _too_short(document_lengths, length)
+    return windows
+
+
+def _check_lengths(lengths: Sequence[int]) -> None:
+    if not lengths or min(lengths) < 1 or len(set(lengths)) != len(lengths):
+        raise ValueError(f"lengths is {list(lengths)}; give distinct window lengths of at least 1 token.")
+
+
+def _too_short(document_lengths: Sequence[int], length: int) -> ValueError:
+    return ValueError(
+        f"the longest document has {max(document_lengths, default=0)} tokens; length {length} needs {length + 1}. "
+        "Give longer documents or shorter lengths."
+    )

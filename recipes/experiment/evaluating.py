@@ -1,28 +1,167 @@
-"""Evaluates a saved checkpoint: loads it as a user would, scores the held-out texts, gathers the processes."""
+"""Evaluates saved checkpoints: loads them as a user would, scores the held-out texts, gathers the processes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from experiment.console import progress
-from experiment.corpus import Text, encode
+from experiment.corpus import Text
 from experiment.settings import EvaluationSettings
-from hf_poslsh.evaluation import TokenScores, Window, require_same_targets, same_target_windows, score_windows
+from hf_poslsh.evaluation import (
+    TokenScores,
+    Window,
+    by_position,
+    encode_document,
+    position_edges,
+    protocol_windows,
+    require_same_targets,
+    score_windows,
+    single_pass_windows,
+    summarize,
+)
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-def plan(settings: EvaluationSettings, documents: Sequence[np.ndarray]) -> dict[int, list[Window]]:
-    """The windows of the protocol. Raises ValueError if the documents can't hold them."""
-    return same_target_windows(
-        [len(document) for document in documents], settings.lengths, settings.targets, settings.targets_per_window
+@dataclass(frozen=True)
+class Plan:
+    """What is read and scored.
+
+    Args:
+        lengths: the protocol's windows at each length.
+        single_pass: the windows of the loss by position; none if it is not asked for.
+    """
+
+    lengths: dict[int, list[Window]]
+    single_pass: list[Window]
+
+
+def plan(settings: EvaluationSettings, documents: Sequence[Sized]) -> Plan:
+    """The windows. Raises ValueError if the settings name none, or the documents can't hold them."""
+    if settings.dtype not in DTYPES:
+        raise ValueError(f"evaluation.dtype is {settings.dtype!r}; choose one of {', '.join(DTYPES)}.")
+    document_lengths = [len(document) for document in documents]
+    lengths = protocol_windows(
+        settings.protocol,
+        document_lengths,
+        settings.lengths,
+        targets=settings.targets,
+        targets_per_window=settings.targets_per_window,
+        stride=settings.stride,
     )
+    single_pass = []
+    if settings.position_length is not None:
+        single_pass = single_pass_windows(document_lengths, settings.position_length, settings.position_passes)
+    return Plan(lengths, single_pass)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The scores of one checkpoint.
+
+    Args:
+        protocol: its name, parameters and texts, as JSON types.
+        lengths: at each length.
+        single_pass: of the passes for the loss by position; None if it was not asked for.
+    """
+
+    protocol: dict[str, Any]
+    lengths: dict[int, TokenScores]
+    single_pass: TokenScores | None
+
+    def parts(self) -> dict[str, TokenScores]:
+        """All of them by name: the length, and ``single_pass``."""
+        single_pass = {} if self.single_pass is None else {"single_pass": self.single_pass}
+        return {**{str(length): scores for length, scores in self.lengths.items()}, **single_pass}
+
+
+def score_checkpoint(
+    accelerator: Accelerator,
+    console: Console,
+    title: str,
+    checkpoint: str | Path,
+    texts: Sequence[Text],
+    settings: EvaluationSettings,
+) -> Scored:
+    """The scores of one checkpoint, on every process the same.
+
+    Args:
+        accelerator: the processes that share the windows.
+        console: of the main process.
+        title: beside the progress bar.
+        checkpoint: a folder, or a name on the Hub, that holds model and tokenizer.
+        texts: the held-out documents.
+        settings: see ``EvaluationSettings``.
+
+    Raises:
+        ValueError: the texts are too short for the protocol, or the settings or the checkpoint are not supported.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    documents = [encode_document(tokenizer, text.content) for text in texts]
+    planned = plan(settings, documents)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=settings.dtype)
+    model.to(accelerator.device)
+    jobs = {**planned.lengths, **({"single_pass": planned.single_pass} if planned.single_pass else {})}
+    scores: dict[Any, TokenScores] = {}
+    processes = accelerator.num_processes  # each of which reads about as much as the one whose progress is shown
+    total = sum(window.length for windows in jobs.values() for window in windows)
+    with progress(console, title, total) as meter:
+        for name, windows in jobs.items():
+            note = f"length {name}" if isinstance(name, int) else f"one pass of {settings.position_length}"
+            part = score_windows(
+                model,
+                documents,
+                windows,
+                batch_tokens=settings.batch_tokens,
+                share=(accelerator.process_index, processes),
+                on_batch=lambda tokens, note=note: meter.advance(processes * tokens, note, units=processes * tokens),
+            )
+            scores[name] = TokenScores.concatenate(gather_object([part]))
+    single_pass = scores.pop("single_pass", None)
+    protocol = {
+        "name": settings.protocol,
+        "tokens_scored": len(next(iter(scores.values()))),
+        **({"targets_per_window": settings.targets_per_window} if settings.protocol == "same-targets" else {}),
+        **({"stride": settings.stride} if settings.protocol == "sliding-window" else {}),
+        "begins_with": documents[0].bos,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "texts": [
+            {
+                "name": text.name,
+                "sha256": text.sha256,
+                "tokens": len(document),
+                "bytes": int(document.bytes.sum()),
+            }
+            for text, document in zip(texts, documents, strict=True)
+        ],
+        **(
+            {}
+            if single_pass is None
+            else {"single_pass": {"length": settings.position_length, "tokens_scored": len(single_pass)}}
+        ),
+    }
+    require_same_targets(scores)
+    return Scored(protocol, scores, single_pass)
+
+
+def summarize_runs(runs: Sequence[Scored], settings: EvaluationSettings) -> dict[str, Any]:
+    """The figures of one arm: ``lengths``, by length (text, as in JSON), and ``positions``, by bucket, or None."""
+    lengths = {
+        str(length): summarize([run.lengths[length] for run in runs], settings.top_k) for length in runs[0].lengths
+    }
+    positions = None
+    if settings.position_length is not None:
+        edges = settings.position_edges or position_edges(settings.position_length)
+        positions = by_position([run.single_pass for run in runs if run.single_pass], edges, settings.top_k)
+    return {"lengths": lengths, "positions": positions}
 
 
 def evaluate_checkpoint(
@@ -33,54 +172,6 @@ def evaluate_checkpoint(
     texts: Sequence[Text],
     settings: EvaluationSettings,
 ) -> dict[str, Any]:
-    """The figures of one checkpoint.
-
-    Args:
-        accelerator: the processes that share the windows.
-        console: of the main process.
-        title: beside the progress bar.
-        checkpoint: a folder, or a name on the Hub, that holds model and tokenizer.
-        texts: the held-out documents.
-        settings: see ``EvaluationSettings``.
-
-    Returns:
-        On every process the same: ``protocol`` (its name, texts, tokens scored and parameters) and ``lengths``, a
-        summary for each length (keys are text, as in JSON).
-
-    Raises:
-        ValueError: the texts are too short for the protocol.
-    """
-    documents = encode(AutoTokenizer.from_pretrained(checkpoint), texts)
-    windows = plan(settings, documents)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint).to(accelerator.device)
-    rank, processes = accelerator.process_index, accelerator.num_processes
-    scores = {}
-    total = sum(length * len(of_length[rank::processes]) for length, of_length in windows.items())
-    with progress(console, title, max(total, 1)) as meter:
-        for length, of_length in windows.items():
-            note = f"length {length}"
-            parts = []
-            if of_length[rank::processes]:
-                parts = [
-                    score_windows(
-                        model,
-                        documents,
-                        of_length[rank::processes],
-                        batch_tokens=settings.batch_tokens,
-                        on_batch=lambda tokens, note=note: meter.advance(tokens, note, units=tokens),
-                    )
-                ]
-            scores[length] = TokenScores.concatenate(gather_object(parts))
-    require_same_targets(scores)
-    return {
-        "protocol": {
-            "name": "same-targets",
-            "tokens_scored": len(next(iter(scores.values()))),
-            "targets_per_window": settings.targets_per_window,
-            "texts": [
-                {"name": text.name, "sha256": text.sha256, "tokens": len(document)}
-                for text, document in zip(texts, documents, strict=True)
-            ],
-        },
-        "lengths": {str(length): of_length.summary(settings.top_k) for length, of_length in scores.items()},
-    }
+    """The figures of one checkpoint: ``protocol`` as of ``Scored``, and what ``summarize_runs`` returns."""
+    scored = score_checkpoint(accelerator, console, title, checkpoint, texts, settings)
+    return {"protocol": scored.protocol, **summarize_runs([scored], settings)}

@@ -1,9 +1,13 @@
-"""What an experiment leaves behind: results.json, the plot and the model card. All from one dictionary."""
+"""What an experiment leaves behind: results, tables, plots and the model card. All from one dictionary."""
 
 from __future__ import annotations
 
+import csv
+import io
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,14 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 import hf_poslsh
 from experiment.files import write_json, write_text
 from experiment.settings import RECIPES
-from hf_poslsh.evaluation import plot_perplexity_by_length
+from hf_poslsh.evaluation import (
+    PROTOCOLS,
+    markdown_report,
+    plot_by_length,
+    plot_by_position,
+    rows_by_length,
+    rows_by_position,
+)
 
 TEMPLATE = RECIPES.parent / "model_cards" / "experiment.md"
 
@@ -34,24 +45,60 @@ def versions(device: torch.device) -> dict[str, str]:
 
 
 def write_report(output: Path, results: dict[str, Any]) -> None:
-    """Writes ``results.json``, ``perplexity.png`` and ``README.md`` (the model card).
+    """Writes what ``write_results`` does, and ``README.md``, the model card.
 
     Args:
         output: folder of the experiment.
-        results: ``name``, ``settings``, ``seed``, ``versions``, ``protocol``, and ``arms``: for each its ``poslsh``
-            fields (None: the original), ``training`` and ``lengths``.
+        results: as of ``write_results``, and ``settings``, ``seed``, and for each arm ``training``.
+    """
+    write_results(output, results, results["settings"]["training"]["length"])
+    write_text(output / "README.md", str(model_card(results)))
+
+
+def write_results(output: Path, results: dict[str, Any], training_length: int | None) -> None:
+    """Writes ``results.json``, ``results.csv``, ``report.md`` and ``perplexity.png``; with positions also theirs.
+
+    Args:
+        output: folder to write to.
+        results: ``name``, ``versions``, ``protocol``, and ``arms``: for each its ``poslsh`` fields (None: the
+            original), ``lengths`` and perhaps ``positions``. Perhaps ``differences``. What they hold is said in
+            ``hf_poslsh.evaluation.markdown_report``.
+        training_length: marked in the plots.
     """
     write_json(output / "results.json", results)
-    curves = {
-        name: {int(length): summary["perplexity"] for length, summary in arm["lengths"].items()}
-        for name, arm in results["arms"].items()
-    }
-    picture = output / ".partial.perplexity.png"
-    plot_perplexity_by_length(
-        curves, picture, training_length=results["settings"]["training"]["length"], title=results["name"]
-    )
-    os.replace(picture, output / "perplexity.png")
-    write_text(output / "README.md", str(model_card(results)))
+    write_csv(output / "results.csv", rows_by_length(results))
+    write_text(output / "report.md", markdown_report(results))
+    arms = results["arms"]
+    with replaced(output / "perplexity.png") as picture:
+        plot_by_length(
+            {name: arm["lengths"] for name, arm in arms.items()},
+            picture,
+            protocol=results["protocol"]["name"],
+            training_length=training_length,
+            title=results["name"],
+        )
+    positions = {name: arm["positions"] for name, arm in arms.items() if arm.get("positions")}
+    if positions:
+        write_csv(output / "positions.csv", rows_by_position(results))
+        with replaced(output / "positions.png") as picture:
+            plot_by_position(positions, picture, training_length=training_length, title=results["name"])
+
+
+def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Writes or replaces a CSV file in one step; None is an empty cell."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, text.getvalue())
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Where to write a file that takes the place of ``path`` when it is complete."""
+    partial = path.with_name(f".partial.{path.name}")
+    yield partial
+    os.replace(partial, path)
 
 
 def model_card(results: dict[str, Any]) -> ModelCard:
@@ -80,7 +127,7 @@ def model_card(results: dict[str, Any]) -> ModelCard:
         tags=["poslsh", "alibi", "long-context", results["settings"]["model"]["type"]],
     )
     lengths = list(next(iter(results["arms"].values()))["lengths"])
-    return ModelCard.from_template(data, template_path=str(TEMPLATE), lengths=lengths, **results)
+    return ModelCard.from_template(data, template_path=str(TEMPLATE), lengths=lengths, protocols=PROTOCOLS, **results)
 
 
 def _metrics(summary: dict[str, Any]) -> list[tuple[str, str, str]]:

@@ -74,21 +74,34 @@ class TrainingSettings:
 @strict
 @dataclasses.dataclass
 class EvaluationSettings:
-    """The same-target protocol, see ``hf_poslsh.evaluation.same_target_windows``.
+    """How checkpoints are evaluated, see ``hf_poslsh.evaluation``.
 
     Args:
         lengths: context lengths in tokens.
-        targets: how many tokens of the held-out texts are scored, the same at every length.
-        targets_per_window: targets per window.
+        protocol: ``same-targets``, ``sliding-window`` or ``non-overlapping``.
+        targets: of ``same-targets``: how many tokens of the held-out texts are scored, the same at every length.
+        targets_per_window: of ``same-targets``: targets per window, the last of each. More are cheaper.
+        stride: of ``sliding-window``: targets per window; at least ``length - stride`` tokens are their context.
         top_k: each k for which top-k accuracy is reported.
         batch_tokens: tokens read at once.
+        dtype: of the model: ``auto`` (as it was saved), ``float32``, ``bfloat16`` or ``float16``. Losses are computed
+            in float32.
+        position_length: also report the loss by position within single passes of so many tokens; None: don't.
+        position_passes: such passes per text, evenly spaced.
+        position_edges: of the buckets of positions; None: 0, 1/16, 1/8, 1/4, 1/2, 3/4 and all of ``position_length``.
     """
 
     lengths: list[int]
+    protocol: str = "same-targets"
     targets: int = 8192
     targets_per_window: int = 128
-    top_k: list[int] = dataclasses.field(default_factory=lambda: [1])
+    stride: int | None = None
+    top_k: list[int] = dataclasses.field(default_factory=lambda: [1, 10, 100])
     batch_tokens: int = 8192
+    dtype: str = "auto"
+    position_length: int | None = None
+    position_passes: int = 1
+    position_edges: list[int] | None = None
 
 
 @strict
