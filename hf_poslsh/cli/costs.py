@@ -113,8 +113,9 @@ def _layer_cost(
 
 
 def _most_held(sight: Sight, n: int) -> int:
-    # A query's layer holds what it sees and itself. A chunk's last query sees most, the first chunk's the sinks too.
-    last = np.array([n - 1, min(n, sight.chunk) - 1])
+    # A query's layer holds what it sees and itself. Most is seen by the last one that still sees the sinks, or at the
+    # end of a chunk.
+    last = np.array([n - 1, min(n, sight.chunk) - 1, min(n, sight.window) - 1])
     return int(sight.number_seen(last).max()) + 1
 
 

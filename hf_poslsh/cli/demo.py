@@ -25,7 +25,7 @@ from hf_poslsh.cli.text import size, table
 from hf_poslsh.models.compat import CACHE_NAME
 from hf_poslsh.testing import tiny_model
 
-_TOKENS = 1500
+_TOKENS = 600
 _SIGMA = 16.0
 _RECIPE = "recipes/train.py"
 
@@ -48,7 +48,6 @@ def run_demo(lengths: tuple[int, ...] = (1024, 4096, 8192), heads: int = 8, head
         ("host", None),
         ("banded", method),
         ("reference", method.replace(impl="reference")),
-        ("alibi", method.replace(bias="alibi")),
     ):
         model = tiny_model("qwen3")
         if change is not None:

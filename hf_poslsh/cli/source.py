@@ -60,7 +60,10 @@ def read_source(name: str) -> Source:
     if adapter is None:
         if folder is not None and not (folder / "config.json").is_file():
             raise ValueError(f"{name} holds neither config.json nor adapter_config.json: it is no checkpoint.")
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        try:
+            config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        except OSError as error:
+            raise OSError(f"the config of {name} cannot be read: {error}") from error
         return Source(name, config, _method_in(config))
     base = _adapter_base(adapter)
     marked = split_marked_name(base)
