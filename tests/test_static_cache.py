@@ -113,10 +113,9 @@ def test_packed_rows_go_on_in_their_last_document(family, sinks):
 
 def test_a_returned_cache_is_continued(family):
     model, row = patched(family), random_ids(1, 60)
-    first = model.generate(row, max_new_tokens=20, max_cache_len=120, return_dict_in_generate=True, **STATIC)
-    assert isinstance(first.past_key_values.layers[0], RingLayer)
-    longer = torch.cat([first.sequences, random_ids(1, 9, seed=3)], 1)
-    cache = first.past_key_values
+    cache = ring_cache(model, 120)
+    first = model.generate(row, max_new_tokens=20, do_sample=False, **{CACHE_NAME: cache})
+    longer = torch.cat([first, random_ids(1, 9, seed=3)], 1)
     got = model.generate(longer, max_new_tokens=12, do_sample=False, **{CACHE_NAME: cache})[:, 89:].tolist()
     assert got == generate(patched(family, cache="full"), longer, new=12)[0].tolist()
 
@@ -144,10 +143,14 @@ def test_a_ring_that_saves_nothing_is_not_made():
 
 
 def test_assisted_decoding_keeps_all_tokens(family):
-    if not hasattr(GenerationConfig(), "max_cache_len"):
-        pytest.skip("in this release the host's own static cache is too short for the tokens that are taken back")
     model, row = patched(family), torch.cat([random_ids(1, 25)] * 3, 1)
-    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": 1000, "max_cache_len": 120}
+    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": 1000}
+    if hasattr(GenerationConfig(), "max_cache_len"):
+        options["max_cache_len"] = 120  # room for tokens that are taken back
+    try:
+        tiny_model(family).generate(row, prompt_lookup_num_tokens=4, **STATIC, **options)
+    except (ValueError, IndexError, RuntimeError) as error:
+        pytest.skip(f"in this release the host itself cannot: {error}")
     got = model.generate(row, prompt_lookup_num_tokens=4, **STATIC, **options)[:, 75:].tolist()
     assert got == generate(patched(family, cache="full"), row, new=20)[0].tolist()
 
