@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import argparse
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiment.arms import build_model, poslsh_config
+from experiment.arms import adapt, build_model, poslsh_config
 from experiment.console import results_table, start_run, stop
 from experiment.evaluating import evaluate_checkpoint
 from experiment.files import finish_folder, partial_folder, read_json, write_json
@@ -42,7 +43,7 @@ def main() -> None:
     evaluations = {}
     for arm in settings.arms:
         if not (experiment.output / arm.name).exists():
-            train_arm(accelerator, console, experiment, arm)
+            make_arm(accelerator, console, experiment, arm)
         evaluations[arm.name] = evaluate_arm(accelerator, console, experiment, arm)
     if accelerator.is_main_process:
         results = collect(experiment, evaluations, versions(accelerator.device))
@@ -53,30 +54,19 @@ def main() -> None:
     accelerator.end_training()
 
 
-def train_arm(accelerator: Accelerator, console: Console, experiment: Experiment, arm: ArmSettings) -> None:
-    """Trains one arm and puts its checkpoint in place, complete or not at all."""
+def make_arm(accelerator: Accelerator, console: Console, experiment: Experiment, arm: ArmSettings) -> None:
+    """Puts the arm's checkpoint in place, complete or not at all."""
     settings, checkpoint = experiment.settings, experiment.output / arm.name
     states = experiment.output / "state" / arm.name
-    method = poslsh_config(arm)
-    model, report = train(
-        accelerator,
-        console,
-        f"train {arm.name}",
-        build_model(experiment.config, arm, settings.seed),
-        experiment.sequences,
-        settings.training,
-        states,
-        on_step=set_step if method is not None and method.resample == "step" else None,
-    )
-    partial = partial_folder(checkpoint)
+    if arm.train:
+        report = train_arm(accelerator, console, experiment, arm, states)
+    else:
+        report = {"parameters": experiment.parameters, "steps": 0, "tokens": 0}
     if accelerator.is_main_process:
+        partial = partial_folder(checkpoint)
         shutil.rmtree(partial, ignore_errors=True)  # what an interrupted run may have left
-    accelerator.unwrap_model(model).save_pretrained(
-        partial,
-        is_main_process=accelerator.is_main_process,
-        state_dict=accelerator.get_state_dict(model),
-    )
-    if accelerator.is_main_process:
+        if arm.train:
+            shutil.copytree(states / "best", partial, ignore=shutil.ignore_patterns("kept.json"))
         experiment.tokenizer.save_pretrained(partial)
         recipe = {
             "experiment": settings.name,
@@ -87,12 +77,39 @@ def train_arm(accelerator: Accelerator, console: Console, experiment: Experiment
             "training": report,
             "evaluation": settings.to_dict()["evaluation"],
             "held_out": [{"name": text.name, "sha256": text.sha256} for text in experiment.held_out],
+            "settings": settings.to_dict(),
         }
         write_json(partial / "recipe.json", recipe)
         finish_folder(checkpoint)
         shutil.rmtree(states.parent, ignore_errors=True)
     accelerator.wait_for_everyone()
+
+
+def train_arm(
+    accelerator: Accelerator, console: Console, experiment: Experiment, arm: ArmSettings, states: Path
+) -> dict[str, Any]:
+    """Trains one arm; its best checkpoint is in ``states / "best"`` afterwards."""
+    settings, method = experiment.settings, poslsh_config(arm)
+
+    def save(model: Any, folder: Path) -> None:
+        accelerator.unwrap_model(model).save_pretrained(
+            folder, is_main_process=accelerator.is_main_process, state_dict=accelerator.get_state_dict(model)
+        )
+
+    report = train(
+        accelerator,
+        console,
+        f"train {arm.name}",
+        adapt(build_model(experiment.config, settings, arm), settings),
+        experiment.sequences,
+        settings.training,
+        states,
+        save,
+        experiment.validation,
+        on_step=set_step if method is not None and method.resample == "step" else None,
+    )
     accelerator.free_memory()
+    return report
 
 
 def evaluate_arm(

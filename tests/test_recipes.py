@@ -14,16 +14,19 @@ import yaml
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from rich.console import Console
+from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
 
 from experiment import preparing
-from experiment.arms import build_model, check_arms, model_config, poslsh_config
-from experiment.corpus import Sequences, Text, encode, read_texts, read_train_and_held_out, train_tokenizer
+from experiment.arms import adapt, build_model, check_arms, model_config, poslsh_config
+from experiment.corpus import EvenSequences, Sequences, Text, encode, read_splits, read_texts, train_tokenizer
 from experiment.files import finish_folder, partial_folder, read_json, write_json, write_text
 from experiment.report import model_card
-from experiment.settings import ArmSettings, DataSettings, TrainingSettings, load_settings
+from experiment.settings import ArmSettings, DataSettings, ModelSettings, TrainingSettings, load_settings
 from experiment.training import latest_state, train
+
+from hf_poslsh.testing import tiny_model
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 SMOKE = RECIPES / "configs" / "smoke.yaml"
@@ -37,6 +40,14 @@ def smoke(tmp_path):
     return settings
 
 
+@pytest.fixture(scope="session")
+def pretrained(tmp_path_factory):
+    """A checkpoint of a Mistral with random weights."""
+    folder = tmp_path_factory.mktemp("pretrained")
+    tiny_model("mistral").save_pretrained(folder)
+    return str(folder)
+
+
 @pytest.fixture
 def accelerator():
     return Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
@@ -46,10 +57,12 @@ def accelerator():
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_config_that_ships_is_valid(path):
+def test_every_config_that_ships_is_valid(path, pretrained):
     settings = load_settings(path)
-    read_train_and_held_out(settings.data)
-    check_arms(model_config(settings, 0), settings)
+    read_splits(settings.data)
+    if settings.model.pretrained is not None:
+        settings.model.pretrained = pretrained
+    check_arms(model_config(settings.model, 512, 0), settings)
 
 
 def test_demo_has_the_two_arms_and_demo_all_every_baseline():
@@ -88,6 +101,13 @@ def test_demo_evaluates_at_lengths_that_its_fixed_blocks_do_not_divide():
         ("evaluation.top_k=[0]", "top_k is 0"),
         ("data.vocab_size=10", "data.vocab_size is 10; it must be .* at least 257"),
         ("seed=-1", "seed is -1"),
+        ("model.pretrained=x", "either model.type .* or model.pretrained"),
+        ("model={}", "either model.type .* or model.pretrained"),
+        ("model.dtype=float64", "model.dtype is 'float64'; choose float32 or bfloat16"),
+        ("peft={r: 2}", "peft .* need model.pretrained"),
+        ("arms=[{name: a, poslsh: null, train: false}]", "arm 'a' is not trained"),
+        ("training.validate_every=3", "validate_every and data.validation belong together"),
+        ("data.validation=[x.txt]", "validate_every and data.validation belong together"),
         ("arms=[]", "give at least one"),
         ("arms=[{name: a, poslsh: null}, {name: a, poslsh: null}]", "every one its own name"),
         ("arms=[{name: ../a, poslsh: null}]", "'../a' can't name a folder"),
@@ -124,8 +144,8 @@ def test_a_data_folder_starts_at_the_config_file(tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts/a.txt").write_text("one")
     (tmp_path / "texts/b.txt").write_text("two")
-    train_texts, held_out = read_train_and_held_out(load_settings(path).data)
-    assert [text.content for text in (*train_texts, *held_out)] == ["one", "two"]
+    texts = read_splits(load_settings(path).data)
+    assert [text.content for split in texts.values() for text in split] == ["one", "two"]
 
 
 # --- texts and tokenizer
@@ -133,7 +153,7 @@ def test_a_data_folder_starts_at_the_config_file(tmp_path):
 
 def test_texts_that_ship_are_small_described_and_whole():
     files = sorted((RECIPES / "data").glob("*.txt"))
-    assert sum(file.stat().st_size for file in files) < 4_000_000
+    assert sum(file.stat().st_size for file in files) < 7_000_000
     readme = (RECIPES / "data/README.md").read_text()
     assert all(f"`{file.name}`" in readme for file in files)
 
@@ -146,8 +166,8 @@ def test_texts_that_ship_are_small_described_and_whole():
         (["a.txt"], ["latin.txt"], "cannot read the text 'latin.txt'"),
         ([], ["a.txt"], "name at least one file"),
         (["a.txt", "a.txt"], ["b.txt"], "each once"),
-        (["a.txt", "b.txt"], ["b.txt"], "held-out text 'b.txt' is also trained on, as 'b.txt'"),
-        (["a.txt"], ["copy-of-a.txt"], "held-out text 'copy-of-a.txt' is also trained on, as 'a.txt'"),
+        (["a.txt", "b.txt"], ["b.txt"], "'b.txt' of data.held_out is also in data.train, as 'b.txt'"),
+        (["a.txt"], ["copy-of-a.txt"], "'copy-of-a.txt' of data.held_out is also in data.train, as 'a.txt'"),
     ],
 )
 def test_wrong_texts_are_refused(tmp_path, train_names, held_out, message):
@@ -155,7 +175,7 @@ def test_wrong_texts_are_refused(tmp_path, train_names, held_out, message):
         (tmp_path / name).write_text(content)
     (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
     with pytest.raises(ValueError, match=message):
-        read_train_and_held_out(DataSettings(train=train_names, held_out=held_out, folder=str(tmp_path)))
+        read_splits(DataSettings(train=train_names, held_out=held_out, folder=str(tmp_path)))
 
 
 def test_the_tokenizer_is_lossless_deterministic_and_survives_saving(tmp_path):
@@ -216,6 +236,16 @@ def test_sequences_depend_on_seed_and_index_alone():
     assert any(not torch.equal(different[i]["input_ids"], forward[i]) for i in range(100))
 
 
+def test_validation_sequences_are_spread_evenly_and_do_not_overlap():
+    sequences = EvenSequences(documents_of(103, 57, 9), length=10, count=5)
+    starts = [int(sequences[i]["input_ids"][0]) for i in range(len(sequences))]
+    assert starts == [0, 30, 60, 90, 10_020]  # 10 pieces of the first and 5 of the second: every third of 15
+    assert torch.equal(sequences[4]["labels"], 10_020 + torch.arange(10))
+    assert len(EvenSequences(documents_of(25), length=10, count=5)) == 2
+    with pytest.raises(ValueError, match="no validation text has 200 tokens"):
+        EvenSequences(documents_of(103), length=200, count=1)
+
+
 def test_sequences_longer_than_every_document_are_refused():
     with pytest.raises(ValueError, match=r"no training text has 200 tokens \(the longest has 103\)"):
         Sequences(documents_of(103, 57), length=200, count=1, seed=0)
@@ -225,13 +255,13 @@ def test_sequences_longer_than_every_document_are_refused():
 
 
 def test_all_arms_begin_with_the_same_weights(smoke):
-    config = model_config(smoke, 0)
-    states = [build_model(config, arm, smoke.seed).state_dict() for arm in smoke.arms]
+    config = model_config(smoke.model, 512, 0)
+    states = [build_model(config, smoke, arm).state_dict() for arm in smoke.arms]
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-    assert not torch.equal(
-        build_model(config, smoke.arms[1], 1).state_dict()["lm_head.weight"], states[1]["lm_head.weight"]
-    )
+    smoke.seed = 1
+    other = build_model(config, smoke, smoke.arms[1]).state_dict()
+    assert not torch.equal(other["lm_head.weight"], states[1]["lm_head.weight"])
 
 
 @pytest.mark.parametrize(
@@ -246,7 +276,7 @@ def test_all_arms_begin_with_the_same_weights(smoke):
 def test_bad_arms_are_found_before_training(smoke, fields, message):
     smoke.arms.append(ArmSettings(name="bad", poslsh=fields))
     with pytest.raises(ValueError, match=message):
-        check_arms(model_config(smoke, 0), smoke)
+        check_arms(model_config(smoke.model, 512, 0), smoke)
 
 
 @pytest.mark.parametrize(
@@ -255,12 +285,83 @@ def test_bad_arms_are_found_before_training(smoke, fields, message):
         ("model.type=qwen33", "model.type is 'qwen33'"),
         ("model.config.hiden_size=3", "unknown keys in model.config: hiden_size; qwen3 knows .*hidden_size"),
         ("model.config.hidden_size=wide", "does not make a qwen3 configuration"),
-        ("model.config.max_position_embeddings=100", "length 128 exceeds"),
     ],
 )
 def test_bad_architectures_are_found_before_training(override, message):
     with pytest.raises(ValueError, match=message):
-        model_config(load_settings(SMOKE, [override]), 0)
+        model_config(load_settings(SMOKE, [override]).model, 512, 0)
+
+
+def test_a_model_too_short_for_a_length_is_found_before_training(smoke):
+    smoke.model.config["max_position_embeddings"] = 100
+    with pytest.raises(ValueError, match="length 128 exceeds"):
+        check_arms(model_config(smoke.model, 512, 0), smoke)
+
+
+@pytest.fixture
+def adapting(smoke, pretrained):
+    """Settings that train an adapter of a pretrained model."""
+    smoke.model = ModelSettings(pretrained=pretrained)
+    smoke.peft = {"r": 2, "target_modules": ["q_proj", "v_proj"]}
+    return smoke
+
+
+def test_pretrained_weights_are_loaded_and_only_an_adapter_is_trained(adapting, pretrained):
+    config = model_config(adapting.model, 0, None)
+    expected = AutoModelForCausalLM.from_pretrained(pretrained)
+    first, second = (adapt(build_model(config, adapting, arm), adapting) for arm in adapting.arms)
+    assert type(first.get_base_model()).__name__.startswith("PosLSH")
+    for model in (first, second):
+        base = {
+            name.replace(".base_layer", ""): tensor for name, tensor in model.get_base_model().state_dict().items()
+        }
+        assert all(torch.equal(base[name], tensor) for name, tensor in expected.state_dict().items())
+    trained = [{name: p for name, p in model.named_parameters() if p.requires_grad} for model in (first, second)]
+    assert {name.split(".")[-3] for name in trained[0]} == {"lora_A", "lora_B"}
+    assert all(torch.equal(trained[0][name], trained[1][name]) for name in trained[1])
+    total, adapters = check_arms(config, adapting)
+    assert adapters == sum(p.numel() for p in trained[0].values())
+    assert total == adapters + sum(p.numel() for p in expected.parameters())
+
+
+def test_adapters_stay_in_float32_where_the_weights_are_bfloat16(adapting):
+    adapting.model.dtype = "bfloat16"
+    model = adapt(build_model(model_config(adapting.model, 0, None), adapting, adapting.arms[0]), adapting)
+    assert {(p.dtype, p.requires_grad) for p in model.parameters()} == {
+        (torch.bfloat16, False),
+        (torch.float32, True),
+    }
+
+
+def test_an_arm_may_change_the_configuration_of_its_model(adapting):
+    fields = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 512}
+    adapting.arms.append(ArmSettings(name="yarn", poslsh=None, train=False, config={"rope_parameters": fields}))
+    config = model_config(adapting.model, 0, None)
+    check_arms(config, adapting)
+    frequencies = [build_model(config, adapting, arm).model.rotary_emb.inv_freq.cpu() for arm in adapting.arms[1:]]
+    plain, yarn = frequencies
+    assert yarn[0] == plain[0]  # YaRN leaves the fastest rotation and divides the slowest by the factor
+    assert yarn[-1] == pytest.approx(plain[-1] / 2)
+    assert config.rope_parameters["rope_type"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.model.config.update(hiden_size=3), "unknown keys in model.config: hiden_size; mistral knows"),
+        (
+            lambda s: setattr(s.model, "pretrained", "no/such-model"),
+            "is 'no/such-model', which can't",
+        ),
+        (lambda s: s.peft.update(rank=2), "peft: .*rank"),
+        (lambda s: s.peft.update(target_modules=["nowhere"]), "peft: .*nowhere"),
+        (lambda s: s.arms[0].config.update(rope="yarn"), "unknown keys in arm 'plsh': config: rope"),
+    ],
+)
+def test_bad_pretrained_models_and_adapters_are_found_before_training(adapting, change, message):
+    change(adapting)
+    with pytest.raises(ValueError, match=message):
+        check_arms(model_config(adapting.model, 0, None), adapting)
 
 
 # --- checks before the start
@@ -333,22 +434,26 @@ def test_files_are_replaced_in_one_step(tmp_path):
 
 
 def test_an_interrupted_run_continues_as_if_it_had_not_been(smoke, tmp_path):
-    config = model_config(smoke, 0)
+    config = model_config(smoke.model, 512, 0)
     sequences = Sequences(documents_of(400), length=16, count=40, seed=0)
     sequences.documents = [document % 512 for document in sequences.documents]
     settings = TrainingSettings(steps=10, length=16, batch_size=4, learning_rate=0.01, warmup_steps=2, save_every=4)
 
     def run(states, on_step=None):
         accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
-        model = build_model(config, smoke.arms[0], 0)
+        model = build_model(config, smoke, smoke.arms[0])
         try:
-            return train(accelerator, Console(quiet=True), "t", model, sequences, settings, states, on_step)
+            report = train(
+                accelerator, Console(quiet=True), "t", model, sequences, settings, states, save, on_step=on_step
+            )
+            return torch.load(states / "best" / "weights.pt"), report
         finally:
             accelerator.free_memory()
 
     whole, report = run(tmp_path / "whole")
     assert report["steps"] == 10
     assert report["tokens"] == 640
+    assert report["kept"] == {"step": 10, "validation_loss": None}
 
     def interrupt(model, step):
         if step == 6:
@@ -360,20 +465,57 @@ def test_an_interrupted_run_continues_as_if_it_had_not_been(smoke, tmp_path):
     steps = []
     continued, report_again = run(tmp_path / "states", lambda model, step: steps.append(step))
     assert steps == [4, 5, 6, 7, 8, 9]
-    assert [path.name for path in (tmp_path / "states").iterdir()] == ["8"]
+    assert sorted(path.name for path in (tmp_path / "states").iterdir()) == ["8", "best"]
     assert report_again["final_loss"] == report["final_loss"]
-    for name, parameter in whole.named_parameters():
-        assert torch.equal(parameter, continued.get_parameter(name)), name
+    assert whole.keys() == continued.keys()
+    assert all(torch.equal(whole[name], continued[name]) for name in whole)
+
+
+def save(model, folder):
+    """What train() calls to keep a model."""
+    folder.mkdir(parents=True)
+    torch.save({name: tensor.clone() for name, tensor in model.state_dict().items()}, folder / "weights.pt")
+
+
+def test_the_model_with_the_lowest_validation_loss_is_kept(smoke, tmp_path, accelerator):
+    """Half of the tokens for validation do not occur in training: the loss falls first, then rises."""
+    random = np.random.default_rng(0)
+    sequences = Sequences([random.integers(0, 40, 200)], length=16, count=40, seed=0)
+    validation = EvenSequences([random.integers(0, 80, 200)], length=16, count=5)
+    model = build_model(model_config(smoke.model, 512, 0), smoke, smoke.arms[1])
+    settings = TrainingSettings(steps=10, length=16, batch_size=4, learning_rate=0.1, validate_every=1)
+    losses = []
+
+    def save_and_look(model, folder):
+        save(model, folder)
+        losses.append(loss_of(model))
+
+    def loss_of(model):
+        ids = torch.stack([item["input_ids"] for item in (validation[i] for i in range(5))])
+        with torch.no_grad():
+            logits = model.eval()(ids).logits[:, :-1]
+        model.train()
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).item()
+
+    report = train(
+        accelerator, Console(quiet=True), "t", model, sequences, settings, tmp_path, save_and_look, validation
+    )
+    assert losses == sorted(losses, reverse=True)
+    assert loss_of(model) > losses[-1]
+    assert 1 < report["kept"]["step"] < 10
+    assert report["kept"]["validation_loss"] == pytest.approx(losses[-1], rel=1e-5)
+    model.load_state_dict(torch.load(tmp_path / "best" / "weights.pt"))
+    assert loss_of(model) == pytest.approx(losses[-1], rel=1e-6)
 
 
 def test_training_stops_when_the_loss_is_not_finite(smoke, tmp_path, accelerator):
-    model = build_model(model_config(smoke, 0), smoke.arms[1], 0)
+    model = build_model(model_config(smoke.model, 512, 0), smoke, smoke.arms[1])
     with torch.no_grad():
         model.model.norm.weight.fill_(float("nan"))
     sequences = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 4
     settings = TrainingSettings(steps=2, length=8, batch_size=2, learning_rate=0.01)
     with pytest.raises(FloatingPointError, match="the loss is nan at step 1"):
-        train(accelerator, Console(quiet=True), "t", model, sequences, settings, tmp_path)
+        train(accelerator, Console(quiet=True), "t", model, sequences, settings, tmp_path, save)
 
 
 # --- model card

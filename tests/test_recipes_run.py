@@ -123,6 +123,44 @@ def test_finished_arms_are_skipped_and_missing_ones_are_made(output, tmp_path):
     assert after["rope"]["lengths"] == before["rope"]["lengths"]
 
 
+@pytest.fixture(scope="module")
+def adapted(output, tmp_path_factory):
+    """A fine-tune of an arm of the smoke test: as it is, and with an adapter on a patched model."""
+    folder = tmp_path_factory.mktemp("recipes") / "adapted"
+    changes = (
+        f"model={{pretrained: {output / 'rope'}}}",
+        "peft={r: 2, target_modules: [q_proj, v_proj]}",
+        "data.validation=[sotu-1912-taft.txt]",
+        "training.validate_every=4",
+        "arms=[{name: as-is, train: false, poslsh: null}, {name: plsh, poslsh: {sigma: 16, sink_tokens: 1}}]",
+    )
+    overrides = [text for change in changes for text in ("--set", change)]
+    launch("recipes/train.py", "--config", SMOKE, "--output_dir", folder, *overrides)
+    return folder
+
+
+def test_a_pretrained_model_is_evaluated_as_it_is_and_adapted(output, adapted):
+    results = strictly_parsed(adapted / "results.json")["arms"]
+    assert results["as-is"]["lengths"] == strictly_parsed(output / "results.json")["arms"]["rope"]["lengths"]
+    assert results["as-is"]["training"]["steps"] == 0
+    assert results["plsh"]["lengths"] != results["as-is"]["lengths"]
+    training = results["plsh"]["training"]
+    assert training["kept"]["step"] in (4, 8, 10)
+    assert 0 < training["trained_parameters"] < training["parameters"] / 10
+    assert (adapted / "plsh" / "adapter_model.safetensors").exists()
+    for arm in ("as-is", "plsh"):
+        assert not (adapted / arm / "model.safetensors").exists()
+    card = (adapted / "README.md").read_text()
+    assert "not trained" in card
+    assert "LoRA with `r=2`" in card
+
+
+def test_evaluating_an_adapter_again_gives_the_same_numbers(adapted, tmp_path):
+    launch("recipes/evaluate.py", adapted / "plsh", "--output", tmp_path / "again.json")
+    results = strictly_parsed(adapted / "results.json")["arms"]["plsh"]
+    assert strictly_parsed(tmp_path / "again.json")["lengths"] == results["lengths"]
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -177,7 +215,7 @@ import torch
 
 accelerator, console = start_run()
 settings = load_settings("recipes/configs/smoke.yaml")
-model = build_model(model_config(settings, 0), settings.arms[0], 0)
+model = build_model(model_config(settings.model, 512, 0), settings, settings.arms[0])
 random = torch.Generator().manual_seed(0)
 items = []
 for index in range(12):
@@ -188,10 +226,17 @@ for index in range(12):
 # Plain steps without Adam's division keep the size of a gradient visible.
 torch.optim.AdamW = lambda parameters, lr, weight_decay: torch.optim.SGD(parameters, lr=lr)
 training = TrainingSettings(steps=3, length=24, batch_size=4, learning_rate=0.5, max_grad_norm=1e9)
-model, report = train(accelerator, console, "t", model, items, training, Path(sys.argv[1]).parent / "states")
+result = Path(sys.argv[1])
+
+def save(model, folder):
+    folder.mkdir(parents=True, exist_ok=True)
+    if accelerator.is_main_process:
+        torch.save(accelerator.unwrap_model(model).state_dict(), folder / "weights.pt")
+
+report = train(accelerator, console, "t", model, items, training, result.with_suffix(".states"), save)
 if accelerator.is_main_process:
-    state = accelerator.unwrap_model(model).state_dict()
-    torch.save([accelerator.num_processes, report["final_loss"], state], sys.argv[1])
+    state = torch.load(result.with_suffix(".states") / "best" / "weights.pt")
+    torch.save([accelerator.num_processes, report["final_loss"], state], result)
 """
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -26,9 +28,11 @@ def start_run() -> tuple[Accelerator, Console]:
     )
     use_all_cores(accelerator)
     transformers_logging.disable_progress_bar()
-    # That tied weights are saved once needs no warning.
+    # That tied weights are saved once needs no warning, nor that an adapter's base model is not on the Hub.
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
-    return accelerator, Console(quiet=not accelerator.is_main_process, highlight=False, soft_wrap=True)
+    warnings.filterwarnings("ignore", message="Could not find a config file in ")
+    width = None if sys.stdout.isatty() else 200  # a log file has room for the whole table
+    return accelerator, Console(quiet=not accelerator.is_main_process, highlight=False, soft_wrap=True, width=width)
 
 
 def stop(accelerator: Accelerator, error: Exception) -> NoReturn:

@@ -60,20 +60,26 @@ def read_texts(names: Sequence[str], folder: str | Path | None) -> list[Text]:
     return texts
 
 
-def read_train_and_held_out(data: DataSettings) -> tuple[list[Text], list[Text]]:
-    """The texts of an experiment.
+def read_splits(data: DataSettings) -> dict[str, list[Text]]:
+    """The texts of an experiment: ``train``, ``validation`` and ``held_out``.
 
     Raises:
-        ValueError: a text can't be read, or a held-out text is also trained on, by name or by content.
+        ValueError: a text can't be read, or is in two of them, by name or by content.
     """
-    train, held_out = read_texts(data.train, data.folder), read_texts(data.held_out, data.folder)
-    contents = {text.sha256: text.name for text in train}
-    for text in held_out:
-        if text.sha256 in contents:
-            raise ValueError(
-                f"the held-out text {text.name!r} is also trained on, as {contents[text.sha256]!r}; remove one."
-            )
-    return train, held_out
+    splits = {
+        "train": read_texts(data.train, data.folder),
+        "validation": read_texts(data.validation, data.folder) if data.validation else [],
+        "held_out": read_texts(data.held_out, data.folder),
+    }
+    seen: dict[str, tuple[str, str]] = {}
+    for split, texts in splits.items():
+        for text in texts:
+            other_split, name = seen.setdefault(text.sha256, (split, text.name))
+            if other_split != split:
+                raise ValueError(
+                    f"the text {text.name!r} of data.{split} is also in data.{other_split}, as {name!r}."
+                )
+    return splits
 
 
 def train_tokenizer(texts: Sequence[Text], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -171,3 +177,35 @@ class Sequences(torch.utils.data.Dataset):
             + self.length * np.arange(len(document) // self.length)
         ]
         return random.permutation(np.array(pieces, dtype=np.int64))
+
+
+class EvenSequences(torch.utils.data.Dataset):
+    """``count`` sequences of ``length`` tokens, evenly spread over the documents in their order, none overlapping.
+
+    Args:
+        documents: token ids ``(N_d,)``; those shorter than ``length`` are not used.
+        length: tokens per sequence.
+        count: number of items; fewer where the documents do not hold so many.
+
+    Raises:
+        ValueError: no document is long enough.
+    """
+
+    def __init__(self, documents: Sequence[np.ndarray], length: int, count: int) -> None:
+        pieces = [
+            document[start : start + length]
+            for document in documents
+            for start in range(0, len(document) - length + 1, length)
+        ]
+        if not pieces:
+            raise ValueError(f"no validation text has {length} tokens; give longer texts.")
+        count = min(count, len(pieces))
+        self.pieces = [pieces[index * len(pieces) // count] for index in range(count)]
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """``input_ids`` and ``labels``, int64 ``(length,)``."""
+        ids = torch.from_numpy(self.pieces[index])
+        return {"input_ids": ids, "labels": ids}

@@ -10,8 +10,9 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
+from experiment.arms import load_checkpoint
 from experiment.console import progress
 from experiment.corpus import Text
 from experiment.settings import EvaluationSettings
@@ -107,7 +108,7 @@ def score_checkpoint(
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     documents = [encode_document(tokenizer, text.content) for text in texts]
     planned = plan(settings, documents)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=settings.dtype)
+    model = load_checkpoint(checkpoint, settings.dtype)
     model.to(accelerator.device)
     jobs = {**planned.lengths, **({"single_pass": planned.single_pass} if planned.single_pass else {})}
     scores: dict[Any, TokenScores] = {}

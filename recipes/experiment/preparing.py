@@ -8,15 +8,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accelerate import Accelerator
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from experiment.arms import check_arms, model_config
-from experiment.corpus import Sequences, Text, encode, read_train_and_held_out, save_tokenizer, train_tokenizer
+from experiment.corpus import (
+    EvenSequences,
+    Sequences,
+    Text,
+    encode,
+    read_splits,
+    save_tokenizer,
+    train_tokenizer,
+)
 from experiment.evaluating import plan
 from experiment.files import read_json, write_json
 from experiment.settings import Settings
 
-_FLOAT32, _STATE_COPIES = 4, 6  # a state holds weights and two moments, and for a moment there are two states
+_FLOAT32 = 4
+_STATES = 2  # for a moment there are two, each of the weights and two moments of what is trained
 
 
 @dataclass(frozen=True)
@@ -27,16 +36,20 @@ class Experiment:
         settings: what was asked for.
         output: folder of the results.
         config: the architecture.
+        parameters: of the model.
         tokenizer: saved in ``output / "tokenizer"``.
         sequences: the training sequences.
+        validation: the sequences that choose the checkpoint, or None.
         held_out: the texts to evaluate on.
     """
 
     settings: Settings
     output: Path
     config: PreTrainedConfig
+    parameters: int
     tokenizer: PreTrainedTokenizerBase
     sequences: Sequences
+    validation: EvenSequences | None
     held_out: list[Text]
 
 
@@ -62,25 +75,44 @@ def prepare(settings: Settings, accelerator: Accelerator, resume: bool) -> Exper
             "several processes were launched, but they don't know of each other; check `accelerate env`."
         )
     check_output(settings, output, resume)
-    train, held_out = read_train_and_held_out(settings.data)
+    texts = read_splits(settings.data)
     folder = output / "tokenizer"
-    tokenizer = (
-        PreTrainedTokenizerFast.from_pretrained(folder)
-        if folder.exists()
-        else train_tokenizer(train, settings.data.vocab_size)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder) if folder.exists() else tokenizer_of(settings, texts)
+    sequences = Sequences(
+        encode(tokenizer, texts["train"]), training.length, training.steps * training.batch_size, settings.seed
     )
-    documents = encode(tokenizer, train)
-    sequences = Sequences(documents, training.length, training.steps * training.batch_size, settings.seed)
-    plan(settings.evaluation, encode(tokenizer, held_out))
-    config = model_config(settings, tokenizer.eos_token_id)
-    check_disk(settings, check_arms(config, settings), output)
+    validation = None
+    if texts["validation"]:
+        documents = encode(tokenizer, texts["validation"])
+        validation = EvenSequences(documents, training.length, training.validation_sequences)
+    plan(settings.evaluation, encode(tokenizer, texts["held_out"]))
+    config = model_config(settings.model, len(tokenizer), tokenizer.eos_token_id)
+    parameters, trained = check_arms(config, settings)
+    check_disk(settings, parameters, trained, output)
     accelerator.wait_for_everyone()  # nobody writes before all have looked
     if accelerator.is_main_process:
         if not folder.exists():
             save_tokenizer(tokenizer, folder)
         write_json(output / "settings.json", settings.to_dict())
     accelerator.wait_for_everyone()
-    return Experiment(settings, output, config, tokenizer, sequences, held_out)
+    return Experiment(settings, output, config, parameters, tokenizer, sequences, validation, texts["held_out"])
+
+
+def tokenizer_of(settings: Settings, texts: dict[str, list[Text]]) -> PreTrainedTokenizerBase:
+    """The tokenizer that the settings name, or one trained on the training texts.
+
+    Raises:
+        ValueError: it can't be loaded, or the texts are too short to train one.
+    """
+    name, revision = settings.data.tokenizer, None
+    if name is None:
+        name, revision = settings.model.pretrained, settings.model.revision
+    if name is None:
+        return train_tokenizer(texts["train"], settings.data.vocab_size)
+    try:
+        return AutoTokenizer.from_pretrained(name, revision=revision)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the tokenizer {name!r} can't be loaded: {error}") from error
 
 
 def check_output(settings: Settings, output: Path, resume: bool) -> None:
@@ -107,14 +139,21 @@ def check_output(settings: Settings, output: Path, resume: bool) -> None:
         raise ValueError(f"{output} can't be written; choose another --output_dir.")
 
 
-def check_disk(settings: Settings, parameters: int, output: Path) -> None:
+def check_disk(settings: Settings, parameters: int, trained: int, output: Path) -> None:
     """Is there room for all checkpoints?
+
+    Args:
+        settings: the experiment.
+        parameters: of the model.
+        trained: how many of them are trained, which is what a checkpoint holds.
+        output: folder of the results.
 
     Raises:
         ValueError: there is not; the message says how much is needed.
     """
-    copies = len(settings.arms) + (_STATE_COPIES if settings.training.save_every else 0)
-    needed = copies * parameters * _FLOAT32 + 2**24
+    checkpoints = (sum(arm.train for arm in settings.arms) + 1) * trained  # and one that waits to replace another
+    states = _STATES * (parameters + 2 * trained) if settings.training.save_every else 0
+    needed = (checkpoints + states) * _FLOAT32 + 2**24
     free = shutil.disk_usage(existing_parent(output)).free
     if free < needed:
         raise ValueError(

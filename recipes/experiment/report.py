@@ -124,7 +124,7 @@ def model_card(results: dict[str, Any]) -> ModelCard:
         license="apache-2.0",
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=["poslsh", "alibi", "long-context", results["settings"]["model"]["type"]],
+        tags=["poslsh", "alibi", "long-context"],
     )
     lengths = list(next(iter(results["arms"].values()))["lengths"])
     return ModelCard.from_template(data, template_path=str(TEMPLATE), lengths=lengths, protocols=PROTOCOLS, **results)

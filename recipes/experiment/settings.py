@@ -16,33 +16,44 @@ RECIPES = Path(__file__).resolve().parent.parent
 @strict
 @dataclasses.dataclass
 class DataSettings:
-    """The texts, and the tokenizer that is trained on the training texts.
+    """The texts and their tokenizer.
 
     Args:
         train: names of the files to train on; a file is one document.
         held_out: names of the files to evaluate on, none of them in ``train``.
+        validation: names of the files that choose the best checkpoint, none of them in ``train`` or ``held_out``.
         folder: where the files are; relative paths start at the YAML file. None: ``recipes/data``.
-        vocab_size: entries of the byte-level BPE vocabulary.
+        tokenizer: folder or Hub name. None: that of ``model.pretrained``; without one, a byte-level BPE is trained
+            on the training texts.
+        vocab_size: entries of the BPE.
     """
 
     train: list[str]
     held_out: list[str]
+    validation: list[str] = dataclasses.field(default_factory=list)
     folder: str | None = None
+    tokenizer: str | None = None
     vocab_size: int = 4096
 
 
 @strict
 @dataclasses.dataclass
 class ModelSettings:
-    """A model with random weights.
+    """A model, with random weights (``type``) or pretrained ones (``pretrained``).
 
     Args:
-        type: the ``model_type`` of transformers, e.g. ``qwen3``, ``mistral``, ``llama4_text``.
-        config: fields of that type's configuration class; the vocabulary is filled in.
+        type: for random weights: the ``model_type`` of transformers, e.g. ``qwen3``, ``mistral``, ``llama4_text``.
+        pretrained: folder or Hub name of a checkpoint.
+        revision: of the checkpoint on the Hub.
+        config: fields of the model's configuration; with random weights the vocabulary is filled in.
+        dtype: of the weights, ``float32`` or ``bfloat16``. Adapters are always trained in float32.
     """
 
-    type: str
-    config: dict[str, Any]
+    type: str | None = None
+    pretrained: str | None = None
+    revision: str | None = None
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    dtype: str = "float32"
 
 
 @strict
@@ -59,6 +70,9 @@ class TrainingSettings:
         weight_decay: AdamW's.
         max_grad_norm: gradients are clipped to this norm.
         save_every: steps between checkpoints that ``--resume`` continues from; None: none within an arm.
+        validate_every: steps between losses on ``data.validation``; the checkpoint with the lowest is kept. None:
+            the last is kept.
+        validation_sequences: how many sequences of ``length`` tokens, evenly spread, are read for that.
     """
 
     steps: int
@@ -69,6 +83,8 @@ class TrainingSettings:
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
     save_every: int | None = None
+    validate_every: int | None = None
+    validation_sequences: int = 16
 
 
 @strict
@@ -112,10 +128,14 @@ class ArmSettings:
     Args:
         name: names the checkpoint's folder and the line in tables and plots.
         poslsh: fields of ``PosLSHConfig``, or None (``null``) for the original model.
+        train: false evaluates the model as it is.
+        config: fields of the model's configuration, for this arm alone.
     """
 
     name: str
     poslsh: dict[str, Any] | None
+    train: bool = True
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @strict
@@ -132,6 +152,8 @@ class Settings:
         training: see ``TrainingSettings``.
         evaluation: see ``EvaluationSettings``.
         arms: see ``ArmSettings``.
+        peft: fields of ``peft.LoraConfig``: the weights stay as they are and an adapter is trained. None: all
+            weights are trained.
     """
 
     name: str
@@ -141,6 +163,7 @@ class Settings:
     training: TrainingSettings
     evaluation: EvaluationSettings
     arms: list[ArmSettings]
+    peft: dict[str, Any] | None = None
     seed: int = 0
 
     def to_dict(self) -> dict[str, Any]:
@@ -253,12 +276,26 @@ def _check_ranges(settings: Settings) -> None:
         ("training.weight_decay", training.weight_decay, 0.0),
         ("training.max_grad_norm", training.max_grad_norm, 0.0),
         ("training.save_every", 1 if training.save_every is None else training.save_every, 1),
+        ("training.validate_every", 1 if training.validate_every is None else training.validate_every, 1),
+        ("training.validation_sequences", training.validation_sequences, 1),
         ("evaluation.batch_tokens", evaluation.batch_tokens, 1),
         ("the smallest of evaluation.top_k", min(evaluation.top_k, default=1), 1),
         ("seed", settings.seed, 0),
     ):
         if not low <= value < float("inf"):
             raise ValueError(f"{where} is {value}; it must be a finite number of at least {low}.")
+    model = settings.model
+    if (model.type is None) == (model.pretrained is None):
+        raise ValueError("give either model.type (random weights) or model.pretrained (a checkpoint).")
+    if model.dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"model.dtype is {model.dtype!r}; choose float32 or bfloat16.")
+    if model.pretrained is None and (settings.peft is not None or model.revision is not None):
+        raise ValueError("peft and model.revision need model.pretrained: random weights have nothing to adapt.")
+    for arm in settings.arms:
+        if model.pretrained is None and not arm.train:
+            raise ValueError(f"arm {arm.name!r} is not trained, but its weights are random; set model.pretrained.")
+    if (training.validate_every is None) != (not settings.data.validation):
+        raise ValueError("training.validate_every and data.validation belong together; give both or neither.")
     names = [arm.name for arm in settings.arms]
     if not names or len(set(names)) != len(names):
         raise ValueError(f"the arms are named {names}; give at least one, and every one its own name.")
