@@ -156,9 +156,9 @@ def test_a_pretrained_model_is_evaluated_as_it_is_and_adapted(output, adapted):
 
 
 def test_evaluating_an_adapter_again_gives_the_same_numbers(adapted, tmp_path):
-    launch("recipes/evaluate.py", adapted / "plsh", "--output", tmp_path / "again.json")
+    launch("recipes/evaluate.py", adapted / "plsh", "--output_dir", tmp_path / "again")
     results = strictly_parsed(adapted / "results.json")["arms"]["plsh"]
-    assert strictly_parsed(tmp_path / "again.json")["lengths"] == results["lengths"]
+    assert strictly_parsed(tmp_path / "again/results.json")["arms"]["plsh"]["lengths"] == results["lengths"]
 
 
 @pytest.mark.parametrize(
