@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -158,15 +157,13 @@ def check_recipe(words):
     for option in options:
         field = option.removeprefix("--")  # HfArgumentParser makes options of a dataclass's fields
         assert re.search(rf'"{option}"|^    {field}: ', script, re.MULTILINE), f"{words[at]} {option}"
-    fields = {}
     if "--config" in words:
-        fields = yaml.safe_load((ROOT / words[words.index("--config") + 1]).read_text(encoding="utf-8"))
+        assert (ROOT / words[words.index("--config") + 1]).exists()
+    settings = script + (ROOT / "recipes" / "experiment" / "settings.py").read_text(encoding="utf-8")
     for option, value in itertools.pairwise(words):
         if option == "--set":
-            known = fields
             for key in value.partition("=")[0].split("."):
-                assert key in known, f"{value} in {' '.join(words)}"
-                known = known[key]
+                assert re.search(rf"^    {key}: ", settings, re.MULTILINE), f"{value} in {' '.join(words)}"
 
 
 def fragments(node):
