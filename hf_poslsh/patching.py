@@ -15,8 +15,8 @@ from transformers import TrainerCallback
 
 from hf_poslsh.config import PosLSHConfig
 from hf_poslsh.models.attention import ATTENTION_NAME
-from hf_poslsh.models.families import HOSTS, check_method, family_of, set_class, supported_models, swap_classes
-from hf_poslsh.models.modeling import PosLSHBaseModelMixin, PosLSHCompositeMixin, PosLSHModelMixin
+from hf_poslsh.models.families import HOSTS, check_method, family_of, is_part, set_class, supported_models, swap_classes
+from hf_poslsh.models.modeling import PosLSHBaseModelMixin, PosLSHCompositeMixin, PosLSHModelMixin, check_whole
 
 Model = TypeVar("Model", bound=nn.Module)
 _UNDO = "_poslsh_undo"
@@ -50,8 +50,8 @@ def patch_model(model: Model, config: PosLSHConfig | None = None, **fields: Any)
         ``model``.
 
     Raises:
-        ValueError: the model is patched already, is of an unknown class or is wrapped, has an unknown attention
-            class, or the method does not fit it. The model is unchanged then.
+        ValueError: the model is patched already, is of an unknown class, is wrapped or is part of another model, has
+            an unknown attention class, or the method does not fit it. The model is unchanged then.
 
     Example:
         >>> model = patch_model(AutoModelForCausalLM.from_pretrained(name), PosLSHConfig.pretrained())
@@ -73,6 +73,8 @@ def patch_model(model: Model, config: PosLSHConfig | None = None, **fields: Any)
     if any(module.__dict__.get("_compiled_call_impl") for module in target.modules()):
         raise ValueError(f"this {type(target).__name__} is compiled (model.compile()); patch it first, then compile.")
 
+    if is_part(target):
+        check_whole(target)
     host = target.config
     ours = patched_config(host, method)
     swap_classes(target, ours.get_text_config())
@@ -89,11 +91,11 @@ def patch_model(model: Model, config: PosLSHConfig | None = None, **fields: Any)
     )
     setattr(target, _UNDO, undo)
     # An adapter that is saved now must not name the original as its base: it would load on the unpatched model.
-    ours._name_or_path = target.name_or_path = _marked_name(undo.name_or_path, method)
+    marked = target.name_or_path = _marked_name(undo.name_or_path, method)
     undo.patched_fields = [copy.deepcopy(vars(part)) for part in _parts(ours)]
     for adapter in adapters.values():
-        adapter.base_model_name_or_path = target.name_or_path
-    target.add_model_tags([ATTENTION_NAME])
+        adapter.base_model_name_or_path = marked
+    target.add_model_tags([ATTENTION_NAME, "requires hf-poslsh"])  # what the card of an adapter can say
     return model
 
 
@@ -205,16 +207,20 @@ class StepCallback(TrainerCallback):
         set_step(model, state.global_step)
 
 
+_REMEDY = " (patched; load by hf_poslsh.load_adapter) "
+
+
 def _marked_name(name: str, method: PosLSHConfig) -> str:
-    return f"{ATTENTION_NAME}:{name}#{json.dumps(method.to_dict())}"
+    # No file or repository has such a name: whoever loads it reads it in the error.
+    return f"{ATTENTION_NAME}:{name}{_REMEDY}{json.dumps(method.to_dict())}"
 
 
 def split_marked_name(name: str) -> tuple[str, PosLSHConfig] | None:
     """The original's name and the method from the name of a model that was patched in memory; None for others."""
     if not name.startswith(f"{ATTENTION_NAME}:"):
         return None
-    original, _, method = name.removeprefix(f"{ATTENTION_NAME}:").partition("#{")
-    return original, PosLSHConfig.from_dict(json.loads("{" + method))
+    original, _, method = name.removeprefix(f"{ATTENTION_NAME}:").partition(_REMEDY)
+    return original, PosLSHConfig.from_dict(json.loads(method))
 
 
 def _unwrap(model: nn.Module) -> Any:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from conftest import random_ids
+from huggingface_hub import ModelCard
 from oracles import SIGMA
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from test_models import CLOSE, logits, patched
@@ -172,13 +173,26 @@ def test_an_adapter_of_a_model_patched_in_memory_says_so(family, ids, tmp_path):
     expected = logits(model, ids)
     model.save_pretrained(tmp_path / "adapter")
     named = json.loads((tmp_path / "adapter/adapter_config.json").read_text())["base_model_name_or_path"]
-    assert named.startswith("poslsh:")
+    assert named.startswith(f"poslsh:{tmp_path / 'original'} (patched; load by hf_poslsh.load_adapter) ")
     for load in (AutoPeftModelForCausalLM.from_pretrained, AutoModelForCausalLM.from_pretrained):
-        with pytest.raises((OSError, ValueError), match="poslsh:"):
+        with pytest.raises((OSError, ValueError), match="load by hf_poslsh.load_adapter"):
             load(tmp_path / "adapter")
     torch.testing.assert_close(logits(load_adapter(tmp_path / "adapter").eval(), ids), expected, **CLOSE)
     with pytest.raises(ValueError, match="patch_model"):
         load_adapter(tmp_path / "adapter", tiny_model(family))
+
+
+def test_cards_name_the_original_and_what_is_needed(family, tmp_path):
+    model = tiny_model(family)
+    model.name_or_path = model.config.name_or_path = "someone/model"
+    model = with_lora(patch_model(model, METHOD), target_modules=["q_proj", "v_proj"])
+    model.save_pretrained(tmp_path)
+    card = ModelCard.load(tmp_path / "README.md").data
+    assert card.base_model == "someone/model"
+    assert {"base_model:adapter:someone/model", "poslsh", "requires hf-poslsh"} <= set(card.tags)
+    assert "poslsh:" not in (tmp_path / "README.md").read_text().replace("requires hf-poslsh", "")
+    base = unpatch_model(model).get_base_model()
+    assert base.name_or_path == base.config.name_or_path == "someone/model"
 
 
 def test_a_peft_model_is_patched_inside_and_restored(family, ids, tmp_path):

@@ -43,6 +43,9 @@ class _SelfDescribing(_HostConfig):
     it is told, where it would otherwise run the weights without the method.
     """
 
+    # Written for config.json alone, but TRL reads it from every config whose class transformers does not know.
+    auto_map: ClassVar[dict[str, str]] = {}
+
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
         """Does nothing: transformers would copy this package's source files into every checkpoint."""

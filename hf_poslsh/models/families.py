@@ -193,6 +193,14 @@ def family_of(model: nn.Module | PreTrainedConfig) -> Family | None:
     return next((family for family in FAMILIES if kind in family.classes), None)
 
 
+def is_part(model: nn.Module) -> bool:
+    """Whether there are models of transformers that hold one of this known class."""
+    family = family_of(model)
+    assert family is not None
+    composite = any(issubclass(ours, PosLSHCompositeMixin) for ours in family.classes.values())
+    return composite or type(model) in (family.base, HOSTS[family.base])
+
+
 def supported_models() -> str:
     """The host model classes that can be patched, for messages."""
     return ", ".join(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.generation import GenerationMode
 from transformers.utils import logging
@@ -33,8 +35,27 @@ else:
 logger = logging.get_logger(__name__)
 
 
-class _GenerationMixin(_HostModel):
-    """What a patched model tells ``generate``."""
+class _PatchedModel(_HostModel):
+    """What every patched model tells ``generate``, and says of itself when it is saved."""
+
+    @property
+    def name_or_path(self) -> str:
+        """What the model was loaded from, for model cards.
+
+        PEFT reads the instance's dict instead, and writes it into adapters: what ``patch_model`` puts there says
+        that the original is not enough.
+        """
+        return self.config.name_or_path
+
+    @name_or_path.setter
+    def name_or_path(self, name: str) -> None:
+        self.__dict__["name_or_path"] = name
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The host's. A part of a stock model has none: the checkpoint would load as the unpatched model."""
+        if kwargs.get("prefix"):
+            check_whole(self)
+        return super().state_dict(*args, **kwargs)
 
     def create_masks_for_generate(self, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> Any:
         """The padding mask itself, where ``generate`` would make masks ahead for a static cache."""
@@ -72,7 +93,36 @@ class _GenerationMixin(_HostModel):
             made.activate_past_recording()
 
 
-class PosLSHModelMixin(_GenerationMixin):
+def check_whole(model: nn.Module) -> None:
+    """Checks that no unpatched model of transformers holds this one: it would save a checkpoint without the method.
+
+    Raises:
+        ValueError: one does.
+    """
+    owner = _stock_owner(model)
+    if owner is not None:
+        gc.collect()  # it may be garbage by now
+        owner = _stock_owner(model)
+    if owner is not None:
+        raise ValueError(
+            f"this {type(model).__name__} is part of a {owner}, which is not patched: its checkpoints would load as "
+            f"the unpatched model. Call patch_model on the {owner}, or take the part out of it."
+        )
+
+
+def _stock_owner(model: nn.Module) -> str | None:
+    kinds = set(_subclasses(PreTrainedModel)) - set(_subclasses(_PatchedModel))
+    for other in [found for found in gc.get_objects() if type(found) in kinds]:
+        if other is not model and any(module is model for module in other.modules()):
+            return type(other).__name__
+    return None
+
+
+def _subclasses(kind: type) -> list[type]:
+    return [kind, *(below for child in kind.__subclasses__() for below in _subclasses(child))]
+
+
+class PosLSHModelMixin(_PatchedModel):
     """Every patched ``PreTrainedModel``, base model or head: it runs attention "poslsh" and nothing else."""
 
     _supports_flash_attn = False
@@ -103,7 +153,7 @@ class PosLSHModelMixin(_GenerationMixin):
         """Does nothing: transformers would copy this package's source files into every checkpoint."""
 
 
-class PosLSHCompositeMixin(_GenerationMixin):
+class PosLSHCompositeMixin(_PatchedModel):
     """A model that holds a patched text model beside parts that are left alone."""
 
     _supports_attention_backend = False
