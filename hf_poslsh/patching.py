@@ -15,7 +15,15 @@ from transformers import TrainerCallback
 
 from hf_poslsh.config import PosLSHConfig
 from hf_poslsh.models.attention import ATTENTION_NAME
-from hf_poslsh.models.families import HOSTS, check_method, family_of, is_part, set_class, supported_models, swap_classes
+from hf_poslsh.models.families import (
+    HOSTS,
+    check_method,
+    family_of,
+    is_part,
+    set_class,
+    supported_models,
+    swap_classes,
+)
 from hf_poslsh.models.modeling import PosLSHBaseModelMixin, PosLSHCompositeMixin, PosLSHModelMixin, check_whole
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -175,7 +175,7 @@ def test_an_adapter_of_a_model_patched_in_memory_says_so(family, ids, tmp_path):
     named = json.loads((tmp_path / "adapter/adapter_config.json").read_text())["base_model_name_or_path"]
     assert named.startswith(f"poslsh:{tmp_path / 'original'} (patched; load by hf_poslsh.load_adapter) ")
     for load in (AutoPeftModelForCausalLM.from_pretrained, AutoModelForCausalLM.from_pretrained):
-        with pytest.raises((OSError, ValueError), match="load by hf_poslsh.load_adapter"):
+        with pytest.raises((OSError, ValueError), match=r"load by hf_poslsh\.load_adapter"):
             load(tmp_path / "adapter")
     torch.testing.assert_close(logits(load_adapter(tmp_path / "adapter").eval(), ids), expected, **CLOSE)
     with pytest.raises(ValueError, match="patch_model"):

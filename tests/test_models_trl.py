@@ -168,5 +168,5 @@ def test_an_adapter_is_trained_and_says_what_it_needs(family, tmp_path):
     ids = random_ids(2, 24)
     expected = logits(trainer.model.eval(), ids)
     torch.testing.assert_close(logits(load_adapter(tmp_path / "adapter").eval(), ids), expected, **CLOSE)
-    with pytest.raises(OSError, match="load by hf_poslsh.load_adapter"):
+    with pytest.raises(OSError, match=r"load by hf_poslsh\.load_adapter"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")

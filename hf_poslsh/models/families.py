@@ -276,15 +276,20 @@ def base_of(model: nn.Module) -> Any:
 
 
 def set_class(module: nn.Module, new: type) -> None:
-    """Changes a module's class, and the method that an accelerate hook calls in its place."""
+    """Changes a module's class, and what accelerate's hooks keep of its forward, on the module and off it again."""
+    for name in ("_old_forward", "forward"):
+        if _is_bound(module, name):
+            module.__dict__[name] = new.forward.__get__(module)  # type: ignore[attr-defined]
     module.__class__ = new
-    if "_old_forward" in module.__dict__:
-        module._old_forward = new.forward.__get__(module)  # type: ignore[attr-defined, assignment]
+
+
+def _is_bound(module: nn.Module, name: str) -> bool:
+    """Whether an attribute of the instance is the forward of its class."""
+    return getattr(module.__dict__.get(name), "__func__", None) is type(module).forward
 
 
 def _check_forward(module: nn.Module) -> None:
-    hooked = getattr(module.__dict__.get("_old_forward"), "__func__", None) is type(module).forward
-    if "forward" in module.__dict__ and not hooked:
+    if "forward" in module.__dict__ and not _is_bound(module, "_old_forward") and not _is_bound(module, "forward"):
         raise ValueError(
             f"the forward of this {type(module).__name__} was replaced on the instance, so that a patch would have "
             "no effect; patch the model first, then apply what replaced it."

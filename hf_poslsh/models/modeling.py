@@ -45,7 +45,7 @@ class _PatchedModel(_HostModel):
         PEFT reads the instance's dict instead, and writes it into adapters: what ``patch_model`` puts there says
         that the original is not enough.
         """
-        return self.config.name_or_path
+        return self.config.name_or_path or ""
 
     @name_or_path.setter
     def name_or_path(self, name: str) -> None:
@@ -119,7 +119,8 @@ def _stock_owner(model: nn.Module) -> str | None:
 
 
 def _subclasses(kind: type) -> list[type]:
-    return [kind, *(below for child in kind.__subclasses__() for below in _subclasses(child))]
+    children: list[type] = kind.__subclasses__()
+    return [kind, *(below for child in children for below in _subclasses(child))]
 
 
 class PosLSHModelMixin(_PatchedModel):
