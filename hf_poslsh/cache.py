@@ -191,6 +191,11 @@ class BoundedLayer(DynamicLayer):
         """Number of tokens seen, dropped ones included."""
         return self.seen
 
+    def offload(self) -> None:
+        """The host's; the room behind the tokens is given up too."""
+        super().offload()
+        self._rooms = _Room(), _Room()
+
     def activate_past_recording(self) -> None:
         """Keeps everything from now on, until ``crop`` says which tokens are final."""
         self.record_past = True

@@ -272,7 +272,7 @@ def _sights_of(fields: dict[str, Any], num_heads: int, step: int | None, limits:
 
 
 def _bound(cache: Cache, config: Any, length: int = 0) -> bool:
-    """Bounds the patched layers of an empty cache that have a bound, if the method says so.
+    """Bounds the layers of an empty cache that have a bound, if the method says so.
 
     Args:
         cache: dynamic or static.
@@ -280,7 +280,7 @@ def _bound(cache: Cache, config: Any, length: int = 0) -> bool:
         length: tokens that a static cache is to see.
 
     Returns:
-        Whether a bound exists.
+        Whether a patched layer has one.
     """
     method = method_of(config)
     if method.cache == "full":
@@ -291,7 +291,8 @@ def _bound(cache: Cache, config: Any, length: int = 0) -> bool:
     if isinstance(cache, StaticCache):
         make_static_bounded(cache, bounded, length)
     else:
-        make_bounded(cache, bounded)
+        # Layers of the host too: its own sliding layers count padding, so that holes would push out what is seen.
+        make_bounded(cache, [layer for layer, sight in enumerate(sights) if sight.bounded])
     return bool(bounded)
 
 
