@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -23,6 +24,11 @@ except ImportError:  # Python 3.10: pip's own copy
     from pip._vendor import tomli as tomllib
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "recipes"))
+
+from experiment.arms import poslsh_config  # noqa: E402
+from experiment.settings import load_settings  # noqa: E402
+
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^(?:```|~~~)(\w*)\n(.*?)^(?:```|~~~)$", re.MULTILINE | re.DOTALL)
 # Names of the Hub that the pages use, and the family of the tiny model that lies in a folder of that name here.
@@ -164,6 +170,16 @@ def check_recipe(words):
         if option == "--set":
             for key in value.partition("=")[0].split("."):
                 assert re.search(rf"^    {key}: ", settings, re.MULTILINE), f"{value} in {' '.join(words)}"
+
+
+@pytest.mark.parametrize("page", pages_with("yaml"))
+def test_yaml_blocks_are_settings_of_the_recipes(page, tmp_path):
+    """Each block stands in for the keys of the same name of a config that ships."""
+    demo = yaml.safe_load((ROOT / "recipes" / "configs" / "demo.yaml").read_text(encoding="utf-8"))
+    for _, block in blocks(page, "yaml"):
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump({**demo, **yaml.safe_load(block)}), encoding="utf-8")
+        for arm in load_settings(tmp_path / "config.yaml").arms:
+            poslsh_config(arm)
 
 
 def fragments(node):
