@@ -143,6 +143,7 @@ def collect(experiment: Experiment, evaluations: dict[str, Any], used: dict[str,
                 "training": recipes[name]["training"],
                 "lengths": evaluation["lengths"],
                 "positions": evaluation["positions"],
+                "passkeys": evaluation["passkeys"],
             }
             for name, evaluation in evaluations.items()
         },

@@ -6,11 +6,27 @@ do not.
 
 from hf_poslsh.evaluation.documents import Document, encode_document
 from hf_poslsh.evaluation.intervals import bootstrap_interval, resampling_units
-from hf_poslsh.evaluation.plots import plot_by_length, plot_by_position
+from hf_poslsh.evaluation.passkey import (
+    Passkey,
+    answered_by_generation,
+    answered_by_score,
+    passkey_accuracy,
+    passkey_prompt,
+    passkey_prompts,
+    passkey_windows,
+)
+from hf_poslsh.evaluation.plots import plot_by_length, plot_by_position, plot_passkeys
 from hf_poslsh.evaluation.scores import TokenScores, require_same_targets, score_logits
 from hf_poslsh.evaluation.scoring import score_windows
-from hf_poslsh.evaluation.summary import by_position, loss_difference, measures, position_edges, summarize
-from hf_poslsh.evaluation.tables import markdown_report, rows_by_length, rows_by_position
+from hf_poslsh.evaluation.summary import (
+    by_position,
+    check_edges,
+    loss_difference,
+    measures,
+    position_edges,
+    summarize,
+)
+from hf_poslsh.evaluation.tables import markdown_report, rows_by_length, rows_by_position, rows_of_passkeys
 from hf_poslsh.evaluation.windows import (
     PROTOCOLS,
     Window,
@@ -24,23 +40,33 @@ from hf_poslsh.evaluation.windows import (
 __all__ = [
     "PROTOCOLS",
     "Document",
+    "Passkey",
     "TokenScores",
     "Window",
+    "answered_by_generation",
+    "answered_by_score",
     "bootstrap_interval",
     "by_position",
+    "check_edges",
     "encode_document",
     "loss_difference",
     "markdown_report",
     "measures",
     "non_overlapping_windows",
+    "passkey_accuracy",
+    "passkey_prompt",
+    "passkey_prompts",
+    "passkey_windows",
     "plot_by_length",
     "plot_by_position",
+    "plot_passkeys",
     "position_edges",
     "protocol_windows",
     "require_same_targets",
     "resampling_units",
     "rows_by_length",
     "rows_by_position",
+    "rows_of_passkeys",
     "same_target_windows",
     "score_logits",
     "score_windows",

@@ -64,10 +64,16 @@ def encode_document(tokenizer: Any, text: str) -> Document:
     counts = _bytes_of_names(tokenizer, encoding["input_ids"], text)
     if counts is None:
         counts = _bytes_of_offsets(np.array(encoding["offset_mapping"], dtype=np.int64)[:, 1], text)
-    bos = tokenizer.bos_token_id
-    if bos is None or tokenizer("a")["input_ids"][0] != bos:
+    bos = begins_with(tokenizer)
+    if bos is None:
         return Document(ids, counts)
     return Document(np.concatenate([[bos], ids]), np.concatenate([[0], counts]), bos)
+
+
+def begins_with(tokenizer: Any) -> int | None:
+    """The beginning-of-sequence token that the tokenizer itself puts before a text, or None."""
+    bos = tokenizer.bos_token_id
+    return bos if bos is not None and tokenizer("a")["input_ids"][0] == bos else None
 
 
 def _bytes_of_names(tokenizer: Any, ids: list[int], text: str) -> np.ndarray | None:

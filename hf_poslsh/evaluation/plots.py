@@ -94,6 +94,46 @@ def plot_by_position(
     _save(figure, axes, title, path)
 
 
+def plot_passkeys(
+    arms: Mapping[str, Sequence[Mapping[str, Any]]], path: str | os.PathLike[str], *, title: str | None = None
+) -> None:
+    """Draws the accuracy of passkey retrieval, depth by length, one panel per arm, and writes it to ``path``.
+
+    Args:
+        arms: for each arm, what ``passkey_accuracy`` returned; the same questions for all.
+        path: file to write; the suffix chooses the format.
+        title: text above the plot.
+
+    Raises:
+        ValueError: there is nothing to draw.
+        ImportError: matplotlib is not installed.
+    """
+    if not any(arms.values()):
+        raise ValueError("there are no passkeys to plot; ask at least one arm.")
+    columns = min(len(arms), 4)
+    rows = -(-len(arms) // columns)
+    figure = _empty_figure((2.5 + 2.5 * columns, 0.7 + 2.6 * rows))
+    panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).ravel()
+    for panel in panels[len(arms) :]:
+        panel.set_axis_off()
+    for panel, (arm, cells) in zip(panels, arms.items(), strict=False):
+        lengths = sorted({cell["length"] for cell in cells})
+        depths = sorted({cell["depth"] for cell in cells})
+        grid = [[float("nan")] * len(lengths) for _ in depths]
+        for cell in cells:
+            grid[depths.index(cell["depth"])][lengths.index(cell["length"])] = cell["accuracy"]
+        image = panel.imshow(grid, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+        panel.set_xticks(range(len(lengths)), [str(length) for length in lengths], rotation=45)
+        panel.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
+        panel.set_title(arm)
+    figure.supxlabel("length (tokens)")
+    figure.supylabel("depth of the key (0: at the start)")
+    figure.colorbar(image, ax=panels.tolist(), label="keys repeated")
+    if title:
+        figure.suptitle(title)
+    figure.savefig(path, dpi=150)
+
+
 def _aside(index: int, arms: Sized) -> float:
     """Keeps the bars of different arms apart: from -0.5 to 0.5, by arm."""
     return (index + 0.5) / len(arms) - 0.5
@@ -112,12 +152,16 @@ def _draw_line(
 
 
 def _figure() -> tuple[Any, Any]:
+    figure = _empty_figure((7.5, 4.5))
+    return figure, figure.add_subplot()
+
+
+def _empty_figure(size: tuple[float, float]) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("plots need matplotlib: pip install 'hf-poslsh[plots]'.") from error
-    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
-    return figure, figure.add_subplot()
+    return Figure(figsize=size, layout="constrained")
 
 
 def _save(figure: Any, axes: Any, title: str | None, path: str | os.PathLike[str]) -> None:

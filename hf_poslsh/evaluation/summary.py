@@ -165,8 +165,7 @@ def by_position(
         ValueError: the edges do not ascend, or a bucket is empty.
     """
     first = _first(runs)
-    if len(edges) < 2 or edges[0] < 0 or any(low >= high for low, high in pairwise(edges)):
-        raise ValueError(f"the edges are {list(edges)}; give at least two, ascending, from 0 on.")
+    check_edges(edges, int(first.context.max()))
     buckets = []
     for low, high in pairwise(edges):
         inside = (first.context > low) & (first.context <= high)
@@ -174,6 +173,17 @@ def by_position(
             raise ValueError(f"no target has more than {low} and up to {high} tokens of context; drop that bucket.")
         buckets.append({"from": low, "to": high, **summarize([run[inside] for run in runs], top_k)})
     return buckets
+
+
+def check_edges(edges: Sequence[int], length: int) -> None:
+    """Checks the edges of buckets of positions in passes of ``length`` tokens.
+
+    Raises:
+        ValueError: there are fewer than two, they do not ascend, or they leave the range from 0 to ``length``.
+    """
+    ascending = all(low < high for low, high in pairwise(edges))
+    if len(edges) < 2 or not ascending or edges[0] < 0 or edges[-1] > length:
+        raise ValueError(f"the edges are {list(edges)}; give at least two, ascending, from 0 up to {length}.")
 
 
 def position_edges(length: int) -> list[int]:

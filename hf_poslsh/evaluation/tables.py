@@ -80,7 +80,8 @@ def markdown_report(results: dict[str, Any]) -> str:
     A cell is the figure, its interval over texts in brackets, and, after ±, the standard deviation between runs.
 
     Args:
-        results: as of ``rows_by_length``, and ``name``; an arm may have ``positions``, what ``by_position`` returned.
+        results: as of ``rows_by_length``, and ``name``; an arm may have ``positions``, what ``by_position`` returned,
+            and ``passkeys``, what ``passkey_accuracy`` returned.
     """
     arms, protocol = results["arms"], results["protocol"]
     first = next(iter(next(iter(arms.values()))["lengths"].values()))
@@ -115,7 +116,29 @@ def markdown_report(results: dict[str, Any]) -> str:
             "Nats per token. The text differs between positions: compare arms at one position, not positions.\n\n"
             f"{_table(['arm', *head], rows)}"
         )
+    passkeys = {arm: content["passkeys"] for arm, content in arms.items() if content.get("passkeys")}
+    if passkeys:
+        cells = next(iter(passkeys.values()))
+        head = [str(length) for length in dict.fromkeys(cell["length"] for cell in cells)]
+        rows = []
+        for arm, of_arm in passkeys.items():
+            found = {(str(cell["length"]), cell["depth"]): cell["accuracy"] for cell in of_arm}
+            for depth in dict.fromkeys(cell["depth"] for cell in of_arm):
+                rows.append([arm, f"{depth:g}", *(f"{100 * found[length, depth]:.0f}" for length in head)])
+        parts.append(
+            f"## Passkeys repeated (%), by depth and length\n\n{cells[0]['trials']} keys per cell, answered "
+            f"{protocol['passkeys']['answered']}.\n\n{_table(['arm', 'depth', *head], rows)}"
+        )
     return "\n".join(parts)
+
+
+def rows_of_passkeys(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row per arm, length and depth: the keys ``arm, length, depth, trials, accuracy, runs``."""
+    return [
+        {"arm": arm, **cell, "runs": len(cell["runs"])}
+        for arm, content in results["arms"].items()
+        for cell in content.get("passkeys") or []
+    ]
 
 
 def _explanation(results: dict[str, Any], summary: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from rich.console import Console
@@ -17,10 +18,17 @@ from experiment.console import progress
 from experiment.corpus import Text
 from experiment.settings import EvaluationSettings
 from hf_poslsh.evaluation import (
+    Passkey,
     TokenScores,
     Window,
+    answered_by_generation,
+    answered_by_score,
     by_position,
+    check_edges,
     encode_document,
+    passkey_accuracy,
+    passkey_prompts,
+    passkey_windows,
     position_edges,
     protocol_windows,
     require_same_targets,
@@ -61,6 +69,7 @@ def plan(settings: EvaluationSettings, documents: Sequence[Sized]) -> Plan:
     single_pass = []
     if settings.position_length is not None:
         single_pass = single_pass_windows(document_lengths, settings.position_length, settings.position_passes)
+        check_edges(settings.position_edges or position_edges(settings.position_length), settings.position_length)
     return Plan(lengths, single_pass)
 
 
@@ -72,11 +81,15 @@ class Scored:
         protocol: its name, parameters and texts, as JSON types.
         lengths: at each length.
         single_pass: of the passes for the loss by position; None if it was not asked for.
+        passkeys: the questions; none if they were not asked for.
+        answered: which of them were, bool.
     """
 
     protocol: dict[str, Any]
     lengths: dict[int, TokenScores]
     single_pass: TokenScores | None
+    passkeys: list[Passkey]
+    answered: np.ndarray
 
     def parts(self) -> dict[str, TokenScores]:
         """All of them by name: the length, and ``single_pass``."""
@@ -108,6 +121,11 @@ def score_checkpoint(
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     documents = [encode_document(tokenizer, text.content) for text in texts]
     planned = plan(settings, documents)
+    passkeys = []
+    if settings.passkey_lengths:
+        passkeys = passkey_prompts(
+            tokenizer, settings.passkey_lengths, settings.passkey_depths, settings.passkey_trials
+        )
     model = load_checkpoint(checkpoint, settings.dtype)
     model.to(accelerator.device)
     jobs = {**planned.lengths, **({"single_pass": planned.single_pass} if planned.single_pass else {})}
@@ -126,6 +144,9 @@ def score_checkpoint(
                 on_batch=lambda tokens, note=note: meter.advance(processes * tokens, note, units=processes * tokens),
             )
             scores[name] = TokenScores.concatenate(gather_object([part]))
+    answered = np.empty(0, bool)
+    if passkeys:
+        answered = ask_passkeys(accelerator, console, title, model, tokenizer, passkeys, settings)
     single_pass = scores.pop("single_pass", None)
     protocol = {
         "name": settings.protocol,
@@ -148,13 +169,47 @@ def score_checkpoint(
             if single_pass is None
             else {"single_pass": {"length": settings.position_length, "tokens_scored": len(single_pass)}}
         ),
+        **(
+            {"passkeys": {"answered": "in writing" if settings.passkey_generate else "token by token"}}
+            if passkeys
+            else {}
+        ),
     }
     require_same_targets(scores)
-    return Scored(protocol, scores, single_pass)
+    return Scored(protocol, scores, single_pass, passkeys, answered)
+
+
+def ask_passkeys(
+    accelerator: Accelerator,
+    console: Console,
+    title: str,
+    model: Any,
+    tokenizer: Any,
+    passkeys: list[Passkey],
+    settings: EvaluationSettings,
+) -> np.ndarray:
+    """Which of the questions are answered, bool ``(len(passkeys),)``, on every process the same."""
+    rank, processes = accelerator.process_index, accelerator.num_processes
+    if settings.passkey_generate:
+        mine = list(range(len(passkeys)))[rank::processes]
+        written = answered_by_generation(model, tokenizer, [passkeys[index] for index in mine])
+        together = dict(gather_object(list(zip(mine, written.tolist(), strict=True))))
+        return np.array([together[index] for index in range(len(passkeys))])
+    documents, windows = passkey_windows(passkeys)
+    with progress(console, title, sum(window.length for window in windows)) as meter:
+        part = score_windows(
+            model,
+            documents,
+            windows,
+            batch_tokens=settings.batch_tokens,
+            share=(rank, processes),
+            on_batch=lambda tokens: meter.advance(processes * tokens, "passkeys", units=processes * tokens),
+        )
+    return answered_by_score(TokenScores.concatenate(gather_object([part])), len(passkeys))
 
 
 def summarize_runs(runs: Sequence[Scored], settings: EvaluationSettings) -> dict[str, Any]:
-    """The figures of one arm: ``lengths``, by length (text, as in JSON), and ``positions``, by bucket, or None."""
+    """The figures of one arm: ``lengths`` (keys are text), ``positions`` and ``passkeys`` (None: none)."""
     lengths = {
         str(length): summarize([run.lengths[length] for run in runs], settings.top_k) for length in runs[0].lengths
     }
@@ -162,7 +217,8 @@ def summarize_runs(runs: Sequence[Scored], settings: EvaluationSettings) -> dict
     if settings.position_length is not None:
         edges = settings.position_edges or position_edges(settings.position_length)
         positions = by_position([run.single_pass for run in runs if run.single_pass], edges, settings.top_k)
-    return {"lengths": lengths, "positions": positions}
+    passkeys = passkey_accuracy(runs[0].passkeys, [run.answered for run in runs]) if runs[0].passkeys else None
+    return {"lengths": lengths, "positions": positions, "passkeys": passkeys}
 
 
 def evaluate_checkpoint(

@@ -26,8 +26,10 @@ from hf_poslsh.evaluation import (
     markdown_report,
     plot_by_length,
     plot_by_position,
+    plot_passkeys,
     rows_by_length,
     rows_by_position,
+    rows_of_passkeys,
 )
 
 TEMPLATE = RECIPES.parent / "model_cards" / "experiment.md"
@@ -56,13 +58,13 @@ def write_report(output: Path, results: dict[str, Any]) -> None:
 
 
 def write_results(output: Path, results: dict[str, Any], training_length: int | None) -> None:
-    """Writes ``results.json``, ``results.csv``, ``report.md`` and ``perplexity.png``; with positions also theirs.
+    """Writes ``results.json``, ``results.csv``, ``report.md``, ``perplexity.png``; also of positions and passkeys.
 
     Args:
         output: folder to write to.
         results: ``name``, ``versions``, ``protocol``, and ``arms``: for each its ``poslsh`` fields (None: the
-            original), ``lengths`` and perhaps ``positions``. Perhaps ``differences``. What they hold is said in
-            ``hf_poslsh.evaluation.markdown_report``.
+            original), ``lengths`` and perhaps ``positions`` and ``passkeys``. Perhaps ``differences``. What they hold
+            is said in ``hf_poslsh.evaluation.markdown_report``.
         training_length: marked in the plots.
     """
     write_json(output / "results.json", results)
@@ -77,6 +79,11 @@ def write_results(output: Path, results: dict[str, Any], training_length: int | 
             training_length=training_length,
             title=results["name"],
         )
+    passkeys = {name: arm["passkeys"] for name, arm in arms.items() if arm.get("passkeys")}
+    if passkeys:
+        write_csv(output / "passkeys.csv", rows_of_passkeys(results))
+        with replaced(output / "passkeys.png") as picture:
+            plot_passkeys(passkeys, picture, title=results["name"])
     positions = {name: arm["positions"] for name, arm in arms.items() if arm.get("positions")}
     if positions:
         write_csv(output / "positions.csv", rows_by_position(results))
