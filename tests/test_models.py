@@ -93,6 +93,21 @@ def test_layers_patches_only_those(family, ids, rope):
     torch.testing.assert_close(logits(model, ids), expected, **CLOSE)
 
 
+def test_a_layer_of_the_host_is_computed_some_rows_at_a_time(family, ids, monkeypatch):
+    """And its rows that see nothing give 0, as those of a patched layer do."""
+    model = patched(family, layers=[1], overrides=LIMITED[family])
+    mask = torch.ones(2, 24, dtype=torch.long)
+    mask[0, :9] = 0
+    outs = []
+    model.model.layers[0].self_attn.register_forward_hook(lambda module, args, out: outs.append(out[0]))
+    expected = logits(model, ids, attention_mask=mask)
+    monkeypatch.setattr("hf_poslsh.models.attention._HOST_ROWS", 5)
+    torch.testing.assert_close(logits(model, ids, attention_mask=mask), expected, **CLOSE)
+    torch.testing.assert_close(outs[1], outs[0], **CLOSE)
+    assert (outs[0][0, :9] == 0).all()
+    assert outs[0][0, 9:].abs().min(-1).values.max() > 0
+
+
 LIMITED = {
     "mistral": {"sliding_window": 7},
     "qwen3": {

@@ -151,3 +151,42 @@ def test_continuous_batching_is_refused(family):
     model = patched(family)
     with pytest.raises(ValueError, match="poslsh"):
         model.generate_batch([[5, 6, 7]])
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("Contrastive Search", {"penalty_alpha": 0.6, "top_k": 4}),
+        ("Group Beam Search", {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}),
+        ("Dola", {"dola_layers": "high"}),
+    ],
+)
+def test_strategies_that_left_transformers_are_refused_by_name(name, options):
+    """They are code of a repository on the Hub now, which asks for trust; nothing else is generated silently."""
+    model = patched("mistral")
+    with pytest.raises(ValueError, match=f"{name}.*trust_remote_code"):
+        model.generate(random_ids(1, 9), max_new_tokens=2, **options)
+
+
+def test_code_that_is_handed_to_generate_runs_on_the_patched_model(family):
+    """Two candidates for each token, as contrastive search does: the cache is repeated, one of the rows goes on."""
+
+    def second_best(model, input_ids, **kwargs):
+        cache = model(input_ids[:, :-1], use_cache=True).past_key_values
+        for _ in range(4):
+            inputs = {CACHE_NAME: cache, "use_cache": True}
+            scores = model(input_ids[:, -1:], **inputs).logits[0, -1]
+            candidates = scores.topk(2).indices[:, None]
+            cache.batch_repeat_interleave(2)
+            model(candidates, **inputs)
+            cache.batch_select_indices(torch.tensor([1]))
+            input_ids = torch.cat([input_ids, candidates[1:], random_ids(1, 1)], 1)
+        return input_ids
+
+    model, row = patched(family), random_ids(1, 9)
+    expected = row
+    for _ in range(4):
+        with torch.no_grad():
+            second = model(expected, use_cache=False).logits[0, -1].topk(2).indices[1:]
+        expected = torch.cat([expected, second[None], random_ids(1, 1)], 1)
+    assert model.generate(row, custom_generate=second_best, max_new_tokens=8).tolist() == expected.tolist()

@@ -108,6 +108,21 @@ def test_trusted_code_names_the_package_where_it_is_missing(checkpoints):
     check_refused(answers, "hf_poslsh")
 
 
+@pytest.mark.parametrize("guard", ["attn_implementation", "rope_parameters"])
+def test_each_guard_of_a_checkpoint_is_enough_for_stock_classes(family, checkpoints, tmp_path, guard):
+    content = json.loads((checkpoints[family] / "config.json").read_text())
+    stock = tiny_model(family)
+    content["model_type"] = stock.config.model_type
+    if guard == "attn_implementation":
+        content["rope_parameters"] = content["rope_parameters"]["base"]
+    else:
+        del content["attn_implementation"]
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    (tmp_path / "model.safetensors").write_bytes((checkpoints[family] / "model.safetensors").read_bytes())
+    with pytest.raises((KeyError, ValueError), match="poslsh"):
+        logits(type(stock).from_pretrained(tmp_path), IDS)
+
+
 def test_auto_classes_refuse_another_attention(checkpoints):
     for path in checkpoints.values():
         with pytest.raises(ValueError, match="sdpa"):
