@@ -122,7 +122,7 @@ class PosLSHConfig:
         if not isinstance(fields, Mapping):
             raise ValueError(f"a PosLSHConfig is read from a mapping, not from {type(fields).__name__}.")
         known = {field.name for field in dataclasses.fields(cls)}
-        unknown = sorted(set(fields) - known)
+        unknown = sorted(map(str, set(fields) - known))
         if unknown:
             raise ValueError(
                 f"unknown PosLSHConfig fields {unknown}; this version knows {sorted(known)}. "
@@ -130,13 +130,35 @@ class PosLSHConfig:
             )
         return cls(**fields)
 
+    @classmethod
+    def from_saved(cls, fields: Mapping[str, Any]) -> PosLSHConfig:
+        """``from_dict`` for what was saved: every field must be there.
+
+        Raises:
+            ValueError: as ``from_dict``, or a field is missing: its default may be another model than the saved one.
+        """
+        config = cls.from_dict(fields)
+        # A field that a later version adds is not in older files: exempt it here if its default is what they meant.
+        missing = [field.name for field in dataclasses.fields(cls) if field.name not in fields]
+        if missing:
+            raise ValueError(
+                f"the saved PosLSHConfig (entry 'poslsh' of a config.json) lacks {missing}; it was edited. Put back "
+                "what was saved, or patch the original again."
+            )
+        return config
+
     def replace(self, **fields: Any) -> PosLSHConfig:
         """A copy with some fields changed, checked again."""
         return self.from_dict({**self.to_dict(), **fields})
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that no float64 holds
+        return False
 
 
 def _check_int(name: str, value: Any, low: int, high: int) -> None:

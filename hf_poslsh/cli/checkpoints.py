@@ -12,9 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
-
 from hf_poslsh import hub
+from hf_poslsh.cli.source import read_config
 from hf_poslsh.cli.text import size
 from hf_poslsh.cli.weights import is_weights, weight_files
 from hf_poslsh.config import PosLSHConfig
@@ -80,7 +79,7 @@ def _read_config(source: Path) -> Any:
         raise ValueError(f"{source} holds an adapter; its base model decides whether it is patched.")
     if not (source / "config.json").is_file():
         raise ValueError(f"{source} has no config.json: it is no checkpoint.")
-    return AutoConfig.from_pretrained(source, trust_remote_code=False)
+    return read_config(str(source))
 
 
 def _renamed(source: Path, names: list[str] | None, classes: dict[str, type]) -> list[str]:

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+import torch
 
 from hf_poslsh.cache import Sight, sight_of_layer
 from hf_poslsh.config import PosLSHConfig
@@ -26,11 +27,17 @@ class Shape:
 
     @classmethod
     def of(cls, config: Any) -> Shape:
-        """The shape of the text part of a transformers config."""
+        """The shape of the text part of a transformers config.
+
+        Raises:
+            ValueError: a number of it is none.
+        """
         text = config.get_text_config()
-        heads = text.num_attention_heads
-        dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-        return cls(text.num_hidden_layers, heads, getattr(text, "num_key_value_heads", None) or heads, dim)
+        for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"):
+            number = getattr(text, name)
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise ValueError(f"config.json has {name}={number!r}; it must be an integer of at least 1.")
+        return cls(text.num_hidden_layers, text.num_attention_heads, text.num_key_value_heads, text.head_dim)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +79,20 @@ def layer_costs(
         _layer_cost(config.get_text_config(), Shape.of(config), method, layer, n, batch, bytes_per_number)
         for layer in range(Shape.of(config).layers)
     ]
+
+
+def number_format(config: Any, name: str | None) -> tuple[str, int]:
+    """Name and bytes of a number in a cache: of ``name``, such as ``"bfloat16"``, or else of the checkpoint.
+
+    Raises:
+        ValueError: the config has a dtype that is none.
+    """
+    text = config.get_text_config()
+    name = name or str(text.dtype or "float32").removeprefix("torch.")
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"config.json has dtype={name!r}, which torch does not know.")
+    return name, dtype.itemsize
 
 
 def full_cost(shape: Shape, n: int, batch: int, bytes_per_number: int) -> tuple[int, int]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import torch
-
-from hf_poslsh.cli.costs import LayerCost, Shape, full_cost, layer_costs
+from hf_poslsh.cli.costs import LayerCost, Shape, full_cost, layer_costs, number_format
 from hf_poslsh.cli.source import Source, read_source
 from hf_poslsh.cli.text import share, size, span, table
 from hf_poslsh.models.families import check_method, supported_models
@@ -27,8 +25,7 @@ def inspect(name: str, length: int | None, batch: int, dtype: str | None) -> dic
         JSON types.
 
     Raises:
-        ValueError: the config makes no sense.
-        OSError: the config cannot be read.
+        ValueError: the config cannot be read or makes no sense.
     """
     source = read_source(name)
     result: dict[str, Any] = {
@@ -48,8 +45,8 @@ def inspect(name: str, length: int | None, batch: int, dtype: str | None) -> dic
     if source.method is not None and source.base is None:
         check_method(text)
     length = text.max_position_embeddings if length is None else length
-    dtype = dtype or str(text.dtype or torch.float32).removeprefix("torch.")
-    return {**result, "dtype": dtype, **_costs(source, length, batch, getattr(torch, dtype).itemsize)}
+    dtype, bytes_per_number = number_format(source.config, dtype)
+    return {**result, "dtype": dtype, **_costs(source, length, batch, bytes_per_number)}
 
 
 def _costs(source: Source, length: int, batch: int, bytes_per_number: int) -> dict[str, Any]:

@@ -35,7 +35,6 @@ class Subject(NamedTuple):
 
         Raises:
             ValueError: nothing is patched, or the model's config cannot be read.
-            OSError: as ``read_source``.
         """
         source = read_source(checkpoint)
         if source.method is None:

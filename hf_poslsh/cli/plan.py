@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
-from hf_poslsh.cli.costs import LayerCost, Shape, full_cost, layer_costs
+from hf_poslsh.cli.costs import LayerCost, Shape, full_cost, layer_costs, number_format
 from hf_poslsh.cli.source import Source
 from hf_poslsh.cli.text import share, size, span, table
 from hf_poslsh.config import PosLSHConfig
@@ -49,10 +48,9 @@ def plan(
         raise ValueError(f"{source.name} is a {type(source.config).__name__}; supported are {supported_models()}.")
     if method.bias != "poslsh":
         raise ValueError(f"bias={method.bias!r} draws no samples, so there is nothing to plan; use `hf-poslsh info`.")
-    text = source.config.get_text_config()
-    dtype = dtype or str(text.dtype or torch.float32).removeprefix("torch.")
+    dtype, bytes_per_number = number_format(source.config, dtype)
     shape = Shape.of(source.config)
-    full_bytes, full_flops = full_cost(shape, length, batch, getattr(torch, dtype).itemsize)
+    full_bytes, full_flops = full_cost(shape, length, batch, bytes_per_number)
     return {
         "model": source.name,
         "family": source.family,
@@ -64,7 +62,7 @@ def plan(
         "full_cache_bytes": full_bytes * shape.layers,
         "full_flops": full_flops * shape.layers,
         "plans": [
-            _one(source, method.replace(num_samples=count), length, batch, getattr(torch, dtype).itemsize, delta)
+            _one(source, method.replace(num_samples=count), length, batch, bytes_per_number, delta)
             for count in sorted(set(samples))
         ],
     }

@@ -53,28 +53,43 @@ def read_source(name: str) -> Source:
 
     Raises:
         ValueError: there is no such folder, it holds no config, or the config makes no sense.
-        OSError: the config cannot be read, or the Hub cannot be reached.
     """
     folder = check_name(name)
     adapter = _adapter_file(name, folder)
     if adapter is None:
         if folder is not None and not (folder / "config.json").is_file():
             raise ValueError(f"{name} holds neither config.json nor adapter_config.json: it is no checkpoint.")
-        try:
-            config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        except OSError as error:
-            raise OSError(f"the config of {name} cannot be read: {error}") from error
+        config = read_config(name)
         return Source(name, config, _method_in(config))
     base = _adapter_base(adapter)
     marked = split_marked_name(base)
     method, original = (None, base) if marked is None else (marked[1], marked[0])
     try:
-        config = AutoConfig.from_pretrained(original, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+        config = read_config(original)
+    except ValueError as error:
         if marked is None:
             raise
         return Source(name, None, method, original, str(error).splitlines()[0])
     return Source(name, config, _method_in(config) if method is None else method, original)
+
+
+def read_config(name: str) -> Any:
+    """A transformers config.
+
+    Args:
+        name: folder or Hub name.
+
+    Raises:
+        ValueError: there is none, or it cannot be understood.
+    """
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # of many kinds, where a field has a wrong type
+        raise ValueError(f"the config.json of {name} cannot be read: {error}") from error
+    names = config.architectures or []
+    if not isinstance(names, list) or not all(isinstance(entry, str) for entry in names):
+        raise ValueError(f"the config.json of {name} has architectures={names!r}; it must be a list of class names.")
+    return config
 
 
 def check_name(name: str) -> Path | None:

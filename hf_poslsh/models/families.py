@@ -228,6 +228,25 @@ def check_method(config: Any) -> None:
             f"layers is {list(method.layers)} but the model has layers 0 to {config.num_hidden_layers - 1}."
         )
     bias_from_config(method, config.num_attention_heads)
+    _check_architectures(config)
+
+
+def _check_architectures(config: Any) -> None:
+    # Weights of one family load into another's model with nothing but a warning where their shapes agree.
+    names = config.architectures or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"the config has architectures={names!r}; it must be a list of class names.")
+    for name in names:
+        owners = [family for family in FAMILIES for pair in family.classes.items() if name in map(_name, pair)]
+        if owners and family_of(config) not in owners:
+            raise ValueError(
+                f"a config.json of model_type {config.model_type!r} has architectures {config.architectures}, which "
+                f"belong to {owners[0].model_type!r}: one of the two was edited; put back what was saved."
+            )
+
+
+def _name(kind: type) -> str:
+    return kind.__name__
 
 
 def swap_classes(model: nn.Module, config: Any) -> None:

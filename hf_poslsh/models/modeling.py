@@ -303,7 +303,7 @@ def method_of(config: Any) -> PosLSHConfig:
 
 @torch.compiler.assume_constant_result
 def _method(fields: dict[str, Any]) -> PosLSHConfig:
-    return PosLSHConfig.from_dict(fields)
+    return PosLSHConfig.from_saved(fields)
 
 
 def _check_mask(mask: Any, tokens: torch.Tensor, seen: int | torch.Tensor, cache: Any) -> None:
