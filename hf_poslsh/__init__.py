@@ -5,6 +5,7 @@ __version__ = "0.1.0"
 from hf_poslsh.adapters import load_adapter
 from hf_poslsh.config import PosLSHConfig
 from hf_poslsh.hashing import PositionalHash
+from hf_poslsh.hub import push_to_hub
 from hf_poslsh.models.families import register_family
 from hf_poslsh.ops.blocks import merge_attention
 from hf_poslsh.ops.functional import alibi_attention, positional_lsh_attention
@@ -22,6 +23,7 @@ __all__ = [
     "patch_model",
     "positional_lsh_attention",
     "poslsh",
+    "push_to_hub",
     "register_family",
     "set_step",
     "unpatch_model",

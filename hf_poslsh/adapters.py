@@ -16,7 +16,7 @@ from hf_poslsh.models.configuration import PosLSHConfigMixin
 from hf_poslsh.models.modeling import PosLSHModelMixin, method_of
 from hf_poslsh.patching import patch_model, split_marked_name
 
-_AUTO_CLASSES = {
+AUTO_CLASSES = {
     "CAUSAL_LM": transformers.AutoModelForCausalLM,
     "SEQ_CLS": transformers.AutoModelForSequenceClassification,
     "TOKEN_CLS": transformers.AutoModelForTokenClassification,
@@ -45,14 +45,14 @@ def load_adapter(
     config = PeftConfig.from_pretrained(os.fspath(adapter))
     base = str(config.base_model_name_or_path)
     marked = split_marked_name(base)
-    method = marked[1] if marked is not None else _method_of_checkpoint(base)
+    method = marked[1] if marked is not None else method_of_checkpoint(base)
     if method is None:
         raise ValueError(
             f"the adapter {os.fspath(adapter)!r} names the base model {base!r}, which is not patched; "
             "load it by peft.PeftModel.from_pretrained."
         )
     if model is None:
-        auto_class = _AUTO_CLASSES.get(
+        auto_class = AUTO_CLASSES.get(
             str(getattr(config.task_type, "value", config.task_type)), transformers.AutoModel
         )
         if marked is None:
@@ -63,9 +63,10 @@ def load_adapter(
     return PeftModel.from_pretrained(model, os.fspath(adapter), is_trainable=is_trainable)  # type: ignore[arg-type]
 
 
-def _method_of_checkpoint(name: str) -> PosLSHConfig | None:
-    config = AutoConfig.from_pretrained(name)
-    return method_of(config) if isinstance(config, PosLSHConfigMixin) else None
+def method_of_checkpoint(name: str | os.PathLike[str], **kwargs: Any) -> PosLSHConfig | None:
+    """The method of a checkpoint, a folder or a Hub name; None where the model is not patched."""
+    text = AutoConfig.from_pretrained(name, **kwargs).get_text_config()
+    return method_of(text) if isinstance(text, PosLSHConfigMixin) else None
 
 
 def _check_method(model: Any, method: PosLSHConfig) -> None:

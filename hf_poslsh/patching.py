@@ -24,7 +24,13 @@ from hf_poslsh.models.families import (
     supported_models,
     swap_classes,
 )
-from hf_poslsh.models.modeling import PosLSHBaseModelMixin, PosLSHCompositeMixin, PosLSHModelMixin, check_whole
+from hf_poslsh.models.modeling import (
+    MODEL_TAGS,
+    PosLSHBaseModelMixin,
+    PosLSHCompositeMixin,
+    PosLSHModelMixin,
+    check_whole,
+)
 
 Model = TypeVar("Model", bound=nn.Module)
 _UNDO = "_poslsh_undo"
@@ -99,11 +105,11 @@ def patch_model(model: Model, config: PosLSHConfig | None = None, **fields: Any)
     )
     setattr(target, _UNDO, undo)
     # An adapter that is saved now must not name the original as its base: it would load on the unpatched model.
-    marked = target.name_or_path = _marked_name(undo.name_or_path, method)
+    marked = target.name_or_path = marked_name(undo.name_or_path, method)
     undo.patched_fields = [copy.deepcopy(vars(part)) for part in _parts(ours)]
     for adapter in adapters.values():
         adapter.base_model_name_or_path = marked
-    target.add_model_tags([ATTENTION_NAME, "requires hf-poslsh"])  # what the card of an adapter can say
+    target.add_model_tags(MODEL_TAGS)
     return model
 
 
@@ -131,6 +137,8 @@ def unpatch_model(model: Model) -> Model:
         if type(module) in HOSTS:
             set_class(module, HOSTS[type(module)])
             module.__dict__.pop("_poslsh_step", None)
+            if tags := module.__dict__.get("model_tags"):
+                module.__dict__["model_tags"] = [tag for tag in tags if tag not in MODEL_TAGS] or None
     host = host_config(ours) if undo is None else _with_changes(undo, ours)
     for old, new in zip(_parts(ours), _parts(host), strict=True):
         _replace_config(model, old, new)
@@ -218,7 +226,8 @@ class StepCallback(TrainerCallback):
 _REMEDY = " (patched; load by hf_poslsh.load_adapter) "
 
 
-def _marked_name(name: str, method: PosLSHConfig) -> str:
+def marked_name(name: str, method: PosLSHConfig) -> str:
+    """The name of a model that was patched in memory: its original's and the method."""
     # No file or repository has such a name: whoever loads it reads it in the error.
     return f"{ATTENTION_NAME}:{name}{_REMEDY}{json.dumps(method.to_dict())}"
 

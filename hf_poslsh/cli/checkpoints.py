@@ -12,11 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hf_poslsh import hub
 from hf_poslsh.cli.source import read_config
 from hf_poslsh.cli.text import size
 from hf_poslsh.cli.weights import is_weights, weight_files
 from hf_poslsh.config import PosLSHConfig
+from hf_poslsh.models import shim
 from hf_poslsh.models.families import HOSTS, check_method, family_of, supported_models
 from hf_poslsh.patching import host_config, patched_config
 
@@ -147,7 +147,7 @@ def _check_target(source: Path, target: Path, overwrite: bool) -> None:
 
 def _other_files(source: Path, weights: list[str]) -> tuple[list[str], list[str]]:
     """Files that travel along, and entries that do not."""
-    made = {"config.json", hub.SHIM_FILE}
+    made = {"config.json", shim.SHIM_FILE}
     carried, left = [], []
     for path in sorted(source.iterdir()):
         name = path.name

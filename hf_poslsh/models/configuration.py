@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from hf_poslsh import hub
+from hf_poslsh.models import shim
 from hf_poslsh.models.attention import ATTENTION_NAME
 
 if TYPE_CHECKING:
@@ -64,14 +64,14 @@ class _SelfDescribing(_HostConfig):
             content = json.load(file)
         self._guard(content)
         content["poslsh_version"] = __version__
-        content["auto_map"] = hub.auto_map(type(self).__name__, self.architectures)
+        content["auto_map"] = shim.auto_map(type(self).__name__, self.architectures)
         with open(json_file_path, "w", encoding="utf-8") as file:
             file.write(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         """The host's, and beside config.json the module that ``trust_remote_code=True`` looks for."""
         os.makedirs(save_directory, exist_ok=True)
-        hub.write_shim(save_directory)
+        shim.write_shim(save_directory)
         super().save_pretrained(save_directory, *args, **kwargs)
 
     def __post_init__(self, **kwargs: Any) -> None:

@@ -21,7 +21,7 @@ from hf_poslsh.cache import (
     sight_of_layer,
 )
 from hf_poslsh.config import PosLSHConfig
-from hf_poslsh.models.attention import host_limits
+from hf_poslsh.models.attention import ATTENTION_NAME, host_limits
 from hf_poslsh.models.compat import CACHE_NAME, can_record, key_slots, tokens_seen
 from hf_poslsh.models.configuration import check_attention_name
 from hf_poslsh.models.context import Context, place_tokens
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     _HostModel = PreTrainedModel
 else:
     _HostModel = object
+
+MODEL_TAGS = [ATTENTION_NAME, "requires hf-poslsh"]
+"""In the head of every model card: all that a card can say that PEFT writes."""
 
 logger = logging.get_logger(__name__)
 
@@ -136,7 +139,14 @@ class PosLSHModelMixin(_PatchedModel):
 
         check_method(config)
         super().__init__(config, *args, **kwargs)
+        self.add_model_tags(MODEL_TAGS)
         swap_classes(self, config)
+
+    @classmethod
+    def _from_config(cls, config: Any, **kwargs: Any) -> Any:
+        model = super()._from_config(config, **kwargs)
+        model.name_or_path = ""  # an adapter of random weights must not name the checkpoint that the config is from
+        return model
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> str:
         return check_attention_name(attn_implementation)
@@ -164,6 +174,7 @@ class PosLSHCompositeMixin(_PatchedModel):
 
         check_method(config.get_text_config())
         super().__init__(config, *args, **kwargs)
+        self.add_model_tags(MODEL_TAGS)
         swap_classes(self, config.get_text_config())
 
     register_for_auto_class = PosLSHModelMixin.register_for_auto_class

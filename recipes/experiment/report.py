@@ -16,11 +16,11 @@ import numpy
 import tokenizers
 import torch
 import transformers
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 
 import hf_poslsh
 from experiment.files import write_json, write_text
-from experiment.settings import RECIPES
+from hf_poslsh.cards import TEMPLATES, eval_results
 from hf_poslsh.evaluation import (
     PROTOCOLS,
     markdown_report,
@@ -31,8 +31,6 @@ from hf_poslsh.evaluation import (
     rows_by_position,
     rows_of_passkeys,
 )
-
-TEMPLATE = RECIPES.parent / "model_cards" / "experiment.md"
 
 
 def versions(device: torch.device) -> dict[str, str]:
@@ -109,20 +107,11 @@ def replaced(path: Path) -> Iterator[Path]:
 
 
 def model_card(results: dict[str, Any]) -> ModelCard:
-    """The card of the experiment, rendered from ``model_cards/experiment.md``."""
-    texts = ", ".join(text["name"] for text in results["protocol"]["texts"])
+    """The card of the experiment, rendered from ``hf_poslsh/templates/experiment.md``."""
     metrics = [
-        EvalResult(
-            task_type="text-generation",
-            dataset_type="text",
-            dataset_name=texts,
-            metric_type=kind,
-            metric_name=f"{label} at {length} tokens, {name}",
-            metric_value=round(summary[key], 4),
-        )
+        result
         for name, arm in results["arms"].items()
-        for length, summary in arm["lengths"].items()
-        for kind, label, key in _metrics(summary)
+        for result in eval_results({**arm, "protocol": results["protocol"]}, f", {name}")
     ]
     data = ModelCardData(
         model_name=results["name"],
@@ -134,15 +123,6 @@ def model_card(results: dict[str, Any]) -> ModelCard:
         tags=["poslsh", "alibi", "long-context"],
     )
     lengths = list(next(iter(results["arms"].values()))["lengths"])
-    return ModelCard.from_template(data, template_path=str(TEMPLATE), lengths=lengths, protocols=PROTOCOLS, **results)
-
-
-def _metrics(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
-    accuracies = [key for key in summary if key.endswith("_accuracy")]
-    return [
-        ("perplexity", "Perplexity", "perplexity"),
-        *(
-            ("accuracy", key.replace("_", "-").replace("-accuracy", " accuracy").capitalize(), key)
-            for key in accuracies
-        ),
-    ]
+    return ModelCard.from_template(
+        data, template_path=str(TEMPLATES / "experiment.md"), lengths=lengths, protocols=PROTOCOLS, **results
+    )
