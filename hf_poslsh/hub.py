@@ -202,7 +202,8 @@ def _read_checkpoint(
     text = loaded.get_text_config()
     architectures = loaded.architectures or ["AutoModel"]
     auto_class = next(name for name in auto_map("", architectures) if name != "AutoConfig")
-    base = base_model if base_model is None or _on_hub(base_model) else None
+    base = base_model or _recipe(files).get("settings", {}).get("model", {}).get("pretrained")
+    base = base if base and _on_hub(base) else None
     if isinstance(text, PosLSHConfigMixin):
         _need(files, where, SHIM_FILE)
         host = architectures[0].removeprefix("PosLSH")
@@ -253,9 +254,24 @@ def _need(files: Mapping[str, Any], where: str, *names: str) -> None:
         raise ValueError(f"{where!r} is no complete checkpoint: it lacks {', '.join(missing)}. Save the model again.")
 
 
+def _recipe(files: Mapping[str, Path | bytes]) -> dict[str, Any]:
+    """What ``recipe.json`` of the recipes says; empty without it."""
+    file = files.get("recipe.json")
+    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if isinstance(file, Path) else {}
+    return content
+
+
 def _is_baseline(files: Mapping[str, Path | bytes]) -> bool:
-    recipe = files.get("recipe.json")
-    return isinstance(recipe, Path) and json.loads(recipe.read_text(encoding="utf-8")).get("poslsh", 0) is None
+    return _recipe(files).get("poslsh", "unknown") is None
+
+
+def _base_options(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """How a recipe changed the base model of an adapter: what has to be said again when it is loaded."""
+    settings = recipe.get("settings", {})
+    model = settings.get("model", {})
+    arm = next((arm for arm in settings.get("arms", []) if arm["name"] == recipe["arm"]), {})
+    revision = {"revision": model["revision"]} if model.get("revision") and recipe["poslsh"] is not None else {}
+    return {**revision, **model.get("config", {}), **arm.get("config", {})}
 
 
 def _commit(
@@ -294,7 +310,7 @@ def _commit(
 def _card(api: HfApi, repo_id: str, checkpoint: _Checkpoint, metadata: dict[str, Any], existing: str | None) -> str:
     from hf_poslsh import __version__
 
-    evaluation, results, recipe = (checkpoint.json(f"{name}.json") for name in ("evaluation", "results", "recipe"))
+    evaluation, results, recipe = (checkpoint.json(f"{kind}.json") for kind in ("evaluation", "results", "recipe"))
     base = None if checkpoint.base == repo_id else checkpoint.base
     name = repo_id.rpartition("/")[2]
     url = f"{api.endpoint}/{repo_id}"
@@ -325,6 +341,7 @@ def _card(api: HfApi, repo_id: str, checkpoint: _Checkpoint, metadata: dict[str,
         auto_class=checkpoint.auto_class,
         base=base,
         version=__version__,
+        options="".join(f", {key}={value!r}" for key, value in _base_options(recipe or {}).items()),
         tokenizer="tokenizer_config.json" in checkpoint.files,
         arms=arms,
         lengths=list(evaluation["lengths"]) if evaluation else [],

@@ -15,6 +15,7 @@ from experiment.console import results_table, start_run, stop
 from experiment.evaluating import evaluate_checkpoint
 from experiment.files import finish_folder, partial_folder, read_json, write_json
 from experiment.preparing import Experiment, prepare
+from experiment.publishing import check_names, publish
 from experiment.report import versions, write_report
 from experiment.settings import ArmSettings, load_settings
 from experiment.training import train
@@ -32,11 +33,14 @@ def main() -> None:
     parser.add_argument("--output_dir", help="in place of the config's")
     parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="override, e.g. training.steps=100")
     parser.add_argument("--resume", action="store_true", help="continue what the output folder holds")
+    parser.add_argument("--push_to_hub", metavar="ID", help="publish every arm on the Hugging Face Hub, as ID-ARM")
     arguments = parser.parse_args()
     accelerator, console = start_run()
     try:
         settings = load_settings(arguments.config, arguments.set)
         settings.output_dir = arguments.output_dir or settings.output_dir
+        if arguments.push_to_hub:
+            check_names(settings, arguments.push_to_hub)
         experiment = prepare(settings, accelerator, arguments.resume)
     except ValueError as error:
         stop(accelerator, error)
@@ -52,6 +56,11 @@ def main() -> None:
         console.print(results_table(lengths, f"{settings.name}, held-out text, the same targets at every length"))
         console.print(f"results.json, perplexity.png, README.md and the checkpoints are in {experiment.output}")
     accelerator.end_training()
+    if arguments.push_to_hub and accelerator.is_main_process:
+        try:
+            publish(console, experiment.output, settings, arguments.push_to_hub)
+        except ValueError as error:
+            stop(accelerator, error)
 
 
 def make_arm(accelerator: Accelerator, console: Console, experiment: Experiment, arm: ArmSettings) -> None:

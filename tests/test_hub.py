@@ -103,7 +103,7 @@ def test_a_model_in_memory_names_what_it_was_made_from_and_its_licence(hub):
 
 def test_results_tables_and_plots_are_published_and_shown(hub, saved, tmp_path):
     (saved / "evaluation.json").write_text(json.dumps(evaluation(20.125, 64, 128)))
-    recipe = {"arm": "plsh", "poslsh": METHOD.to_dict(), "seed": 7, "training": {"tokens": 2560, "final_loss": 3.5}}
+    recipe = {"arm": "plsh", "poslsh": METHOD.to_dict(), "seed": 7, "training": {"steps": 10, "tokens": 2560}}
     (saved / "recipe.json").write_text(json.dumps(recipe))
     results = {"arms": {"plsh": evaluation(20.125, 64, 128), "rope": evaluation(31.5, 64, 128)}}
     (tmp_path / "results.json").write_text(json.dumps(results))
@@ -223,6 +223,35 @@ def test_an_adapter_of_a_published_patched_model(hub, saved, tmp_path):
     assert "More Information Needed" not in text  # PEFT's empty form
     assert "### Framework versions" in text
     assert torch.equal(logits(load_adapter("user/adapter")), logits(model))
+
+
+@pytest.mark.parametrize("patched", [True, False])
+def test_the_card_of_a_recipes_adapter_says_how_the_base_was_changed(hub, tmp_path, patched):
+    base = tiny_model("mistral")
+    base.name_or_path = "org/base"
+    model = adapter_on(patch_model(base, METHOD) if patched else base)
+    model.save_pretrained(tmp_path)
+    arm = {"name": "lora", "config": {"sliding_window": None}}
+    made = {"pretrained": "org/base", "revision": "v2", "config": {"rope_theta": 5e5}}
+    recipe = {"arm": "lora", "poslsh": METHOD.to_dict() if patched else None, "seed": 0, "training": {"steps": 0}}
+    (tmp_path / "recipe.json").write_text(json.dumps({**recipe, "settings": {"model": made, "arms": [arm]}}))
+    push_to_hub(tmp_path, "user/adapter")
+    data, text = card_of(hub, "user/adapter")
+    assert [data["base_model"], data["library_name"]] == ["org/base", "peft"]
+    changed = "rope_theta=500000.0, sliding_window=None)"
+    if patched:
+        assert f"load_adapter(\"user/adapter\", revision='v2', {changed}" in text
+    else:
+        assert f'AutoPeftModelForCausalLM.from_pretrained("user/adapter", {changed}' in text
+    assert "## Training" not in text
+
+
+def test_a_recipes_checkpoint_names_the_model_that_it_began_with(hub, saved):
+    recipe = {"arm": "a", "poslsh": METHOD.to_dict(), "seed": 0, "training": {"steps": 3}}
+    made = {"model": {"pretrained": "org/base"}, "arms": []}
+    (saved / "recipe.json").write_text(json.dumps({**recipe, "settings": made}))
+    push_to_hub(saved, "user/name")
+    assert card_of(hub, "user/name")[0]["base_model"] == "org/base"
 
 
 def test_weights_of_an_earlier_push_do_not_shadow_the_new_ones(hub, saved, tmp_path):

@@ -22,6 +22,7 @@ from experiment import preparing
 from experiment.arms import adapt, build_model, check_arms, model_config, poslsh_config
 from experiment.corpus import EvenSequences, Sequences, Text, encode, read_splits, read_texts, train_tokenizer
 from experiment.files import finish_folder, partial_folder, read_json, write_json, write_text
+from experiment.publishing import check_names
 from experiment.report import model_card
 from experiment.settings import ArmSettings, DataSettings, ModelSettings, TrainingSettings, load_settings
 from experiment.training import latest_state, train
@@ -560,3 +561,11 @@ def test_the_card_holds_every_number_and_valid_metadata():
     assert ("accuracy", 0.25, "Top-1 accuracy at 64 tokens, rope") in metrics
     assert "{{" not in card.content
     assert "{%" not in card.content
+    assert [card.data.license, card.data.language] == ["apache-2.0", "en"]
+
+
+def test_names_that_the_hub_would_refuse_are_found_before_training(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_of_the_tests")
+    settings = load_settings(SMOKE, ["arms=[{name: a+b, poslsh: null}]"])
+    with pytest.raises(ValueError, match=r"repo_id is 'user/x-a\+b'; write 'user/name'"):
+        check_names(settings, "user/x")

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from hub_server import Hub
 
 ROOT = Path(__file__).parent.parent
 SMOKE = "recipes/configs/smoke.yaml"
 TWO_PROCESSES = ["--config_file", "recipes/accelerate/cpu_2_processes.yaml", "--main_process_port", "0"]
 
 
-def python(*arguments, timeout=300):
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+def python(*arguments, timeout=300, env=None):
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **(env or {})}
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
 
@@ -159,6 +160,35 @@ def test_evaluating_an_adapter_again_gives_the_same_numbers(adapted, tmp_path):
     launch("recipes/evaluate.py", adapted / "plsh", "--output_dir", tmp_path / "again")
     results = strictly_parsed(adapted / "results.json")["arms"]["plsh"]
     assert strictly_parsed(tmp_path / "again/results.json")["arms"]["plsh"]["lengths"] == results["lengths"]
+
+
+def test_every_arm_is_published_with_the_results_of_all(output, tmp_path):
+    folder = tmp_path / "published"
+    shutil.copytree(output, folder)
+    command = ("recipes/train.py", "--config", SMOKE, "--output_dir", folder, "--resume", "--push_to_hub")
+    with Hub() as hub:
+        hub.fail("POST", "/commit/", 500)
+        failed = python(*command, "user/smoke", env=hub.environment(tmp_path))
+        assert failed.returncode == 2
+        assert "repeat the command with --resume to publish it" in failed.stderr
+        hub.failures.clear()
+        done = python(*command, "user/smoke", env=hub.environment(tmp_path))
+        assert done.returncode == 0, done.stderr
+        assert sorted(hub.repos) == ["user/smoke-plsh", "user/smoke-rope"]
+        for arm in ("plsh", "rope"):
+            assert f"{arm}: {hub.url}/user/smoke-{arm}/commit/" in done.stdout
+            files = hub.files(f"user/smoke-{arm}")
+            for name in ("results.json", "perplexity.png"):
+                assert files[name] == (folder / name).read_bytes()
+            for name in ("model.safetensors", "tokenizer.json", "recipe.json", "evaluation.json"):
+                assert files[name] == (folder / arm / name).read_bytes()
+            card = files["README.md"].decode()
+            assert "license: apache-2.0" in card
+            for other, content in strictly_parsed(folder / "results.json")["arms"].items():
+                row = " | ".join(f"{summary['perplexity']:.1f}" for summary in content["lengths"].values())
+                assert f"| {other} | {row} |" in card
+        assert "modeling_poslsh.py" in hub.files("user/smoke-plsh")
+        assert "poslsh" not in json.loads(hub.files("user/smoke-rope")["config.json"])["model_type"]
 
 
 @pytest.mark.parametrize(

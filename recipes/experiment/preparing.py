@@ -128,7 +128,7 @@ def check_output(settings: Settings, output: Path, resume: bool) -> None:
                 f"{output} already holds an experiment; pass --resume to continue it, or choose another --output_dir."
             )
         before, now = read_json(recorded), settings.to_dict()
-        changed = sorted(key for key in {*before, *now} - {"output_dir"} if before.get(key) != now.get(key))
+        changed = sorted(key for key in {*before, *now} - {"output_dir", "card"} if before.get(key) != now.get(key))
         if changed:
             raise ValueError(
                 f"{output} was begun with other settings ({', '.join(changed)}); --resume needs the same ones. "

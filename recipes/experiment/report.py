@@ -113,14 +113,14 @@ def model_card(results: dict[str, Any]) -> ModelCard:
         for name, arm in results["arms"].items()
         for result in eval_results({**arm, "protocol": results["protocol"]}, f", {name}")
     ]
+    fields = dict(results["settings"].get("card", {}))
     data = ModelCardData(
         model_name=results["name"],
         eval_results=metrics,
-        language="en",
-        license="apache-2.0",
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=["poslsh", "alibi", "long-context"],
+        tags=["poslsh", "alibi", "long-context", *fields.pop("tags", [])],
+        **fields,
     )
     lengths = list(next(iter(results["arms"].values()))["lengths"])
     return ModelCard.from_template(

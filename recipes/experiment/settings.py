@@ -162,6 +162,7 @@ class Settings:
         arms: see ``ArmSettings``.
         peft: fields of ``peft.LoraConfig``: the weights stay as they are and an adapter is trained. None: all
             weights are trained.
+        card: fields for the head of the model cards, e.g. ``{license: mit, language: en, datasets: [user/name]}``.
     """
 
     name: str
@@ -173,6 +174,7 @@ class Settings:
     arms: list[ArmSettings]
     peft: dict[str, Any] | None = None
     seed: int = 0
+    card: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """All settings as JSON types."""
