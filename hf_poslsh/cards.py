@@ -99,7 +99,9 @@ def merge_card(existing: str, new: ModelCard) -> ModelCard:
 
 
 def _tags(tags: Any) -> list[str]:
-    return [tags] if isinstance(tags, str) else list(tags or [])
+    tags = [tags] if isinstance(tags, str) else list(tags or [])
+    # PEFT makes a tag of the base model's name, which is no name on the Hub where the base was patched in memory.
+    return [tag for tag in tags if not tag.startswith("base_model:adapter:poslsh:")]
 
 
 def _merge_text(old: str, new: str) -> str:

@@ -30,6 +30,7 @@ from transformers.utils import CHAT_TEMPLATE_DIR
 from hf_poslsh.adapters import AUTO_CLASSES, method_of_checkpoint
 from hf_poslsh.cards import checkpoint_card, eval_results, merge_card
 from hf_poslsh.config import PosLSHConfig
+from hf_poslsh.evaluation import PROTOCOLS
 from hf_poslsh.models.configuration import PosLSHConfigMixin
 from hf_poslsh.models.modeling import PosLSHCompositeMixin, PosLSHModelMixin, method_of
 from hf_poslsh.models.shim import SHIM_FILE, auto_map
@@ -43,6 +44,7 @@ _PIPELINES = {
     "AutoModelForImageTextToText": "image-text-to-text",
     "AutoModel": "feature-extraction",
 }
+_FIGURES = ("report.md", "results.json", "evaluation.json")
 _PICKLES = (".pt", ".pth", ".bin", ".pkl")  # optimizer states and the like: a safetensors checkpoint needs none
 _OF_CHECKPOINTS = (
     *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"),
@@ -226,13 +228,14 @@ def _read_adapter(
             "write its name on the Hub into adapter_config.json as base_model_name_or_path."
         )
     marked = split_marked_name(name)
-    original = name if marked is None else marked[0]
-    method = method_of_checkpoint(name, token=token) if marked is None else marked[1]
-    if method is None and not _is_baseline(files):
-        raise ValueError(
-            f"the adapter {where!r} names the base model {name!r}, which is not patched; publish it by "
-            "PeftModel.push_to_hub."
-        )
+    original, method = (name, None) if marked is None else marked
+    if marked is None and not _is_baseline(files):
+        method = method_of_checkpoint(name, token=token)
+        if method is None:
+            raise ValueError(
+                f"the adapter {where!r} names the base model {name!r}, which is not patched; publish it by "
+                "PeftModel.push_to_hub."
+            )
     if not _on_hub(base_model or original):
         raise ValueError(
             f"the adapter {where!r} names the base model {original!r}, which nobody else can load; pass the name "
@@ -269,7 +272,7 @@ def _base_options(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """How a recipe changed the base model of an adapter: what has to be said again when it is loaded."""
     settings = recipe.get("settings", {})
     model = settings.get("model", {})
-    arm = next((arm for arm in settings.get("arms", []) if arm["name"] == recipe["arm"]), {})
+    arm: dict[str, Any] = next((arm for arm in settings.get("arms", []) if arm["name"] == recipe["arm"]), {})
     revision = {"revision": model["revision"]} if model.get("revision") and recipe["poslsh"] is not None else {}
     return {**revision, **model.get("config", {}), **arm.get("config", {})}
 
@@ -346,11 +349,10 @@ def _card(api: HfApi, repo_id: str, checkpoint: _Checkpoint, metadata: dict[str,
         arms=arms,
         lengths=list(evaluation["lengths"]) if evaluation else [],
         protocol=evaluation and evaluation["protocol"],
+        protocols=PROTOCOLS,
         recipe=recipe,
         pictures=[name for name in checkpoint.files if name.endswith(".png")],
-        tables=[
-            name for name in checkpoint.files if name in ("evaluation.json", "results.json") or name.endswith(".csv")
-        ],
+        tables=[name for name in checkpoint.files if name in _FIGURES or name.endswith(".csv")],
     )
     if existing is not None:
         card = merge_card(existing, card)

@@ -378,6 +378,10 @@ def test_unpatched_models_are_refused_unless_a_recipe_says_so(hub, tmp_path):
     adapter_on(tiny_model("mistral")).save_pretrained(tmp_path / "adapter")
     with pytest.raises(ValueError, match="names no base model"):
         push_to_hub(tmp_path / "adapter", "user/name")
+    model.name_or_path = str(tmp_path)
+    adapter_on(model).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match=r"which is not patched; publish it by PeftModel.push_to_hub"):
+        push_to_hub(tmp_path / "adapter", "user/name")
 
 
 def test_no_warning_of_the_hub_about_the_metadata(hub, saved):

@@ -178,7 +178,7 @@ def test_every_arm_is_published_with_the_results_of_all(output, tmp_path):
         for arm in ("plsh", "rope"):
             assert f"{arm}: {hub.url}/user/smoke-{arm}/commit/" in done.stdout
             files = hub.files(f"user/smoke-{arm}")
-            for name in ("results.json", "perplexity.png"):
+            for name in ("results.json", "results.csv", "report.md", "perplexity.png"):
                 assert files[name] == (folder / name).read_bytes()
             for name in ("model.safetensors", "tokenizer.json", "recipe.json", "evaluation.json"):
                 assert files[name] == (folder / arm / name).read_bytes()

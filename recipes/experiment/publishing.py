@@ -36,7 +36,8 @@ def publish(console: Console, output: Path, settings: Settings, name: str) -> No
     results = [
         path
         for path in sorted(output.iterdir())
-        if path.name == "results.json" or (path.suffix in (".csv", ".png") and not path.name.startswith("."))
+        if path.name in ("results.json", "report.md")
+        or (path.suffix in (".csv", ".png") and not path.name.startswith("."))
     ]
     for arm in settings.arms:
         folder = output / arm.name
