@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from test_saving import tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
-from hf_poslsh import PosLSHConfig, load_adapter, patch_model, push_to_hub, unpatch_model
+from hf_poslsh import PosLSHConfig, load_adapter, patch_model, push_to_hub
 from hf_poslsh.cards import END, START
 from hf_poslsh.testing import tiny_model
 
@@ -89,7 +89,7 @@ def test_pushing_the_same_again_makes_no_commit(hub, saved):
 def test_a_model_in_memory_names_what_it_was_made_from_and_its_licence(hub):
     hub.put("org/base", {"README.md": "---\nlicense: other\nlicense_name: wild\nlicense_link: LICENSE\n---\n"})
     model = tiny_model("qwen3")
-    model.name_or_path = "org/base"
+    model.name_or_path = model.config.name_or_path = "org/base"
     push_to_hub(patch_model(model, METHOD), "name", tokenizer=tiny_tokenizer(), private=True)
     data, text = card_of(hub, "user/name")
     assert data["base_model"] == "org/base"
@@ -97,8 +97,6 @@ def test_a_model_in_memory_names_what_it_was_made_from_and_its_licence(hub):
     assert hub.repos["user/name"].private
     assert {"tokenizer.json", "modeling_poslsh.py"} <= set(hub.files("user/name"))
     assert "A `Qwen3ForCausalLM` with another attention, made from [org/base]" in text
-    unpatch_model(model)
-    assert model.name_or_path == "org/base"
 
 
 def test_results_tables_and_plots_are_published_and_shown(hub, saved, tmp_path):
@@ -193,7 +191,7 @@ def test_an_adapter_says_what_it_needs_and_loads_by_name(hub, tmp_path):
     push_to_hub(model, "user/adapter", base_model="org/base")
     files = hub.files("user/adapter")
     assert set(files) == {".gitattributes", "README.md", "adapter_config.json", "adapter_model.safetensors"}
-    assert json.loads(files["adapter_config.json"])["base_model_name_or_path"].startswith("poslsh:org/base#{")
+    assert json.loads(files["adapter_config.json"])["base_model_name_or_path"].startswith("poslsh:org/base (patched")
     data, text = card_of(hub, "user/adapter")
     assert [data["base_model"], data["library_name"]] == ["org/base", "peft"]
     assert 'load_adapter("user/adapter")' in text
@@ -228,7 +226,7 @@ def test_an_adapter_of_a_published_patched_model(hub, saved, tmp_path):
 @pytest.mark.parametrize("patched", [True, False])
 def test_the_card_of_a_recipes_adapter_says_how_the_base_was_changed(hub, tmp_path, patched):
     base = tiny_model("mistral")
-    base.name_or_path = "org/base"
+    base.name_or_path = base.config.name_or_path = "org/base"
     model = adapter_on(patch_model(base, METHOD) if patched else base)
     model.save_pretrained(tmp_path)
     arm = {"name": "lora", "config": {"sliding_window": None}}

@@ -569,3 +569,8 @@ def test_names_that_the_hub_would_refuse_are_found_before_training(monkeypatch):
     settings = load_settings(SMOKE, ["arms=[{name: a+b, poslsh: null}]"])
     with pytest.raises(ValueError, match=r"repo_id is 'user/x-a\+b'; write 'user/name'"):
         check_names(settings, "user/x")
+    settings = load_settings(SMOKE, ["model={pretrained: recipes}", "peft={r: 2}"])
+    with pytest.raises(ValueError, match=r"'recipes' are of no use to others.*--set card.base_model=user/name"):
+        check_names(settings, "user/x")
+    settings.card["base_model"] = "user/base"
+    check_names(settings, "user/x")

@@ -9,9 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from hub_server import Hub
+from hub_server import Hub, connected
+from rich.console import Console
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "recipes"))
+
+from experiment.publishing import publish  # noqa: E402
+from experiment.settings import Settings, build  # noqa: E402
+
 SMOKE = "recipes/configs/smoke.yaml"
 TWO_PROCESSES = ["--config_file", "recipes/accelerate/cpu_2_processes.yaml", "--main_process_port", "0"]
 
@@ -162,6 +168,17 @@ def test_evaluating_an_adapter_again_gives_the_same_numbers(adapted, tmp_path):
     assert strictly_parsed(tmp_path / "again/results.json")["arms"]["plsh"]["lengths"] == results["lengths"]
 
 
+def test_of_a_fine_tune_only_the_adapters_are_published(adapted, tmp_path):
+    recipe = strictly_parsed(adapted / "plsh/recipe.json")
+    settings = build(Settings, {**recipe["settings"], "card": {"base_model": "org/base"}}, "")
+    with connected(tmp_path / "cache") as hub:
+        console = Console(record=True, quiet=True)
+        publish(console, adapted, settings, "user/tuned")
+        assert set(hub.repos) == {"user/tuned-plsh"}
+        config = json.loads(hub.files("user/tuned-plsh")["adapter_config.json"])
+    assert config["base_model_name_or_path"].startswith("poslsh:org/base (patched")
+
+
 def test_every_arm_is_published_with_the_results_of_all(output, tmp_path):
     folder = tmp_path / "published"
     shutil.copytree(output, folder)
@@ -188,6 +205,7 @@ def test_every_arm_is_published_with_the_results_of_all(output, tmp_path):
                 row = " | ".join(f"{summary['perplexity']:.1f}" for summary in content["lengths"].values())
                 assert f"| {other} | {row} |" in card
         assert "modeling_poslsh.py" in hub.files("user/smoke-plsh")
+        assert "base_model" not in card
         assert "poslsh" not in json.loads(hub.files("user/smoke-rope")["config.json"])["model_type"]
 
 

@@ -15,8 +15,14 @@ def check_names(settings: Settings, name: str) -> None:
     """Could every arm be published?
 
     Raises:
-        ValueError: an arm makes a malformed name, or there is no token.
+        ValueError: an arm makes a malformed name, there is no token, or adapters would name a folder as their base.
     """
+    pretrained = settings.model.pretrained
+    if settings.peft is not None and "base_model" not in settings.card and Path(str(pretrained)).exists():
+        raise ValueError(
+            f"adapters of the folder {pretrained!r} are of no use to others; add the name that this model has on the "
+            "Hub: --set card.base_model=user/name."
+        )
     for arm in settings.arms:
         check_push(f"{name}-{arm.name}")
 
@@ -45,7 +51,13 @@ def publish(console: Console, output: Path, settings: Settings, name: str) -> No
             console.print(f"{arm.name}: not published, it has no weights of its own")
             continue
         try:
-            commit = push_to_hub(folder, f"{name}-{arm.name}", files=results, metadata=settings.card)
+            commit = push_to_hub(
+                folder,
+                f"{name}-{arm.name}",
+                files=results,
+                base_model=settings.card.get("base_model"),
+                metadata=settings.card,
+            )
         except (ValueError, OSError, RuntimeError) as error:
             raise ValueError(
                 f"{name}-{arm.name} was not published: {error}\nThe experiment is complete in {output}; repeat the "

@@ -162,7 +162,8 @@ class Settings:
         arms: see ``ArmSettings``.
         peft: fields of ``peft.LoraConfig``: the weights stay as they are and an adapter is trained. None: all
             weights are trained.
-        card: fields for the head of the model cards, e.g. ``{license: mit, language: en, datasets: [user/name]}``.
+        card: fields for the head of the model cards, e.g. ``{license: mit, language: en, datasets: [user/name]}``;
+            ``base_model`` is the Hub name of ``model.pretrained``, where that is a folder.
     """
 
     name: str
