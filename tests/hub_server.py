@@ -131,6 +131,7 @@ def connected(cache):
         patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         patch.setattr(constants, "HF_HUB_CACHE", str(cache))
         patch.setattr(hf_api.api, "endpoint", hub.url)
+        patch.setattr("transformers.utils.hub._hf_api", None, raising=False)  # made on first use
         patch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
         patch.setenv("HF_TOKEN", TOKEN)
         yield hub
