@@ -11,7 +11,12 @@ with tarfile.open(sys.argv[2]) as archive:
 info = next(name for name in wheel if name.endswith(".dist-info/METADATA")).rpartition("/")[0]
 problems = [
     f"wheel lacks {name}"
-    for name in ("hf_poslsh/py.typed", f"{info}/licenses/LICENSE", f"{info}/licenses/THIRD_PARTY_NOTICES")
+    for name in (
+        "hf_poslsh/py.typed",
+        "hf_poslsh/templates/checkpoint.md",
+        f"{info}/licenses/LICENSE",
+        f"{info}/licenses/THIRD_PARTY_NOTICES",
+    )
     if name not in wheel
 ]
 problems += [f"sdist lacks {name}" for name in ("LICENSE", "README.md", "hf_poslsh/py.typed") if name not in sdist]
