@@ -85,6 +85,9 @@ def test_every_block_says_what_it_is(page):
     """A block without a language, or in an unknown one, would escape the tests below."""
     languages = {match.group(1) for match in FENCE.finditer(page.read_text(encoding="utf-8"))}
     assert languages <= LANGUAGES
+    assert not re.search(r"\n\n    \S", FENCE.sub("", page.read_text(encoding="utf-8"))), (
+        "an indented block; fence it"
+    )
 
 
 @pytest.mark.parametrize("page", pages_with("python"))
@@ -111,6 +114,7 @@ COMMANDS = {
     "accelerate launch": "minutes; script, options, config and overrides are checked; test_recipes_run.py runs it",
     "python recipes/": "the same",
     "python docs/figures.py": "test_the_figures_are_those_of_the_script",
+    "python -m lm_eval": "another project's, for checkpoints of any name",
     "mkdocs": "run by .ci/run",
     "bash .ci/": "runs the tests",
     "pre-commit": "runs ruff and mypy, as .ci/run does",
