@@ -34,7 +34,7 @@ REQUEST = {"lengths": [64, 100], "targets": 2560, "targets_per_window": 32}
 def checkpoints(tmp_path_factory):
     """Two arms by two seeds of tiny models with random weights, as recipes/train.py leaves them."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    (text,) = read_texts([TEXT], None)
+    text = read_texts([TEXT], None)[0]
     tokenizer = train_tokenizer([text], 300)
     paths = []
     for seed in range(2):
@@ -160,7 +160,9 @@ def every_protocol(accelerator, console, checkpoint, text):
     }
 
 
+@pytest.mark.slow
 def test_two_processes_give_exactly_the_numbers_of_one(checkpoints, tmp_path):
+    """Slow for the start of two processes; test_recipes_run.py compares two with one by default, less exactly."""
     text, output = tmp_path / "text.txt", tmp_path / "two.json"
     text.write_text(read_texts([TEXT], None)[0].content[:6000])
     one = every_protocol(Accelerator(cpu=True), Console(quiet=True), checkpoints[0], text)

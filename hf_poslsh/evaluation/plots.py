@@ -113,7 +113,7 @@ def plot_passkeys(
     columns = min(len(arms), 4)
     rows = -(-len(arms) // columns)
     figure = _empty_figure((2.5 + 2.5 * columns, 0.7 + 2.6 * rows))
-    panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).ravel()
+    panels = figure.subplots(rows, columns, squeeze=False, sharey=True).ravel()
     for panel in panels[len(arms) :]:
         panel.set_axis_off()
     for panel, (arm, cells) in zip(panels, arms.items(), strict=False):
