@@ -23,10 +23,10 @@ import torch
 import yaml
 from accelerate.utils import gather_object
 from experiment.console import start_run, stop
-from experiment.corpus import read_texts
 from experiment.files import write_json, write_text
 from experiment.report import versions
 from experiment.settings import build, override
+from experiment.sources import read_texts
 from huggingface_hub.dataclasses import strict
 from matplotlib.figure import Figure
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 from experiment.console import results_table, start_run, stop
-from experiment.corpus import Text, read_texts
 from experiment.evaluating import Scored, score_checkpoint, summarize_runs
 from experiment.files import read_json
 from experiment.report import replaced, versions, write_results
 from experiment.settings import EvaluationSettings, build, override
+from experiment.sources import Text, read_texts
 
 from hf_poslsh.evaluation import loss_difference, require_same_targets
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiment.arms import adapt, build_model, poslsh_config
-from experiment.console import results_table, start_run, stop
+from experiment.console import results_table, start_run, start_trackers, stop
 from experiment.evaluating import evaluate_checkpoint
 from experiment.files import finish_folder, partial_folder, read_json, write_json
 from experiment.preparing import Experiment, prepare
@@ -44,6 +44,7 @@ def main() -> None:
         experiment = prepare(settings, accelerator, arguments.resume)
     except ValueError as error:
         stop(accelerator, error)
+    start_trackers(accelerator, settings.trackers, settings.name, experiment.output / "logs", settings.to_dict())
     evaluations = {}
     for arm in settings.arms:
         if not (experiment.output / arm.name).exists():

@@ -7,25 +7,22 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import yaml
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
-from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
 
 from experiment import preparing
 from experiment.arms import adapt, build_model, check_arms, model_config, poslsh_config
-from experiment.corpus import EvenSequences, Sequences, Text, encode, read_splits, read_texts, train_tokenizer
 from experiment.files import finish_folder, partial_folder, read_json, write_json, write_text
 from experiment.publishing import check_names
 from experiment.report import model_card
-from experiment.settings import ArmSettings, DataSettings, ModelSettings, TrainingSettings, load_settings
-from experiment.training import latest_state, train
+from experiment.settings import ArmSettings, ModelSettings, SourceSettings, load_settings
+from experiment.sources import read_splits, read_texts
 
 from hf_poslsh.testing import tiny_model
 
@@ -45,7 +42,7 @@ def smoke(tmp_path):
 def pretrained(tmp_path_factory):
     """A checkpoint of a Mistral with random weights."""
     folder = tmp_path_factory.mktemp("pretrained")
-    tiny_model("mistral").save_pretrained(folder)
+    tiny_model("mistral", max_position_embeddings=32768).save_pretrained(folder)
     return str(folder)
 
 
@@ -60,7 +57,10 @@ def accelerator():
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_config_that_ships_is_valid(path, pretrained):
     settings = load_settings(path)
-    read_splits(settings.data)
+    if any(isinstance(source, SourceSettings) and not source.files for source in settings.data.train):
+        read_texts(settings.data.held_out, None)  # there is no Hub here
+    else:
+        read_splits(settings.data)
     if settings.model.pretrained is not None:
         settings.model.pretrained = pretrained
     check_arms(model_config(settings.model, 512, 0), settings)
@@ -105,6 +105,13 @@ def test_demo_evaluates_at_lengths_that_its_fixed_blocks_do_not_divide():
         ("model.pretrained=x", "either model.type .* or model.pretrained"),
         ("model={}", "either model.type .* or model.pretrained"),
         ("model.dtype=float64", "model.dtype is 'float64'; choose float32 or bfloat16"),
+        ("training.schedule=step", "training.schedule is 'step'; choose cosine or linear"),
+        ("training.warmup_ratio=0.1", "warmup_ratio is 0.1 and training.warmup_steps is 2; give one"),
+        ("training.micro_batch_size=0", "micro_batch_size is 0"),
+        ("data.train=[{path: json, split: 3}]", r"data.train\[0\]: .*'split' expected str"),
+        ("data.train=[{path: json, colum: a}]", r"unknown keys in data.train\[0\]: colum"),
+        ("data.train=[{path: c4, streaming: true}]", "'c4' is streamed without an end"),
+        ("data.train=[3]", r"data.train\[0\] is 3; it must be a mapping"),
         ("peft={r: 2}", "peft .* need model.pretrained"),
         ("arms=[{name: a, poslsh: null, train: false}]", "arm 'a' is not trained"),
         ("training.validate_every=3", "validate_every and data.validation belong together"),
@@ -147,109 +154,6 @@ def test_a_data_folder_starts_at_the_config_file(tmp_path):
     (tmp_path / "texts/b.txt").write_text("two")
     texts = read_splits(load_settings(path).data)
     assert [text.content for split in texts.values() for text in split] == ["one", "two"]
-
-
-# --- texts and tokenizer
-
-
-def test_texts_that_ship_are_small_described_and_whole():
-    files = sorted((RECIPES / "data").glob("*.txt"))
-    assert sum(file.stat().st_size for file in files) < 7_000_000
-    readme = (RECIPES / "data/README.md").read_text()
-    assert all(f"`{file.name}`" in readme for file in files)
-
-
-@pytest.mark.parametrize(
-    ("train_names", "held_out", "message"),
-    [
-        (["a.txt"], ["none.txt"], "cannot read the text 'none.txt'"),
-        (["a.txt"], ["empty.txt"], "'empty.txt' .* is empty"),
-        (["a.txt"], ["latin.txt"], "cannot read the text 'latin.txt'"),
-        ([], ["a.txt"], "name at least one file"),
-        (["a.txt", "a.txt"], ["b.txt"], "each once"),
-        (["a.txt", "b.txt"], ["b.txt"], "'b.txt' of data.held_out is also in data.train, as 'b.txt'"),
-        (["a.txt"], ["copy-of-a.txt"], "'copy-of-a.txt' of data.held_out is also in data.train, as 'a.txt'"),
-    ],
-)
-def test_wrong_texts_are_refused(tmp_path, train_names, held_out, message):
-    for name, content in {"a.txt": "one", "b.txt": "two", "copy-of-a.txt": "one", "empty.txt": " \n"}.items():
-        (tmp_path / name).write_text(content)
-    (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
-    with pytest.raises(ValueError, match=message):
-        read_splits(DataSettings(train=train_names, held_out=held_out, folder=str(tmp_path)))
-
-
-def test_the_tokenizer_is_lossless_deterministic_and_survives_saving(tmp_path):
-    from transformers import AutoTokenizer
-
-    texts = read_texts(["austen-northanger-abbey.txt"], None)
-    first, second = (train_tokenizer(texts, 600) for _ in range(2))
-    assert first.backend_tokenizer.to_str() == second.backend_tokenizer.to_str()
-    assert len(first) == 600
-    strange = Text("strange", "Grüße,\n\n  naïve\t世界 <|end|>\x00 don't")
-    (ids,) = encode(first, [strange])
-    assert first.decode(ids) == strange.content
-    first.save_pretrained(tmp_path)
-    assert np.array_equal(encode(AutoTokenizer.from_pretrained(tmp_path), texts)[0], encode(first, texts)[0])
-
-
-def test_too_little_text_for_the_vocabulary_is_refused():
-    with pytest.raises(ValueError, match=r"data\.vocab_size is 4096, but the training texts give"):
-        train_tokenizer([Text("short", "a short text")], 4096)
-
-
-# --- training sequences
-
-
-def documents_of(*lengths):
-    """Documents in which every token is its own index, documents apart by 10000."""
-    return [np.arange(length) + 10_000 * index for index, length in enumerate(lengths)]
-
-
-def test_sequences_are_contiguous_pieces_of_one_document():
-    sequences = Sequences(documents_of(103, 57, 9), length=10, count=40, seed=0)
-    assert len(sequences) == 40
-    for item in (sequences[i] for i in range(40)):
-        ids = item["input_ids"]
-        assert torch.equal(ids, ids[0] + torch.arange(10))
-        assert torch.equal(ids, item["labels"])
-
-
-def test_an_epoch_visits_every_piece_once_and_epochs_differ():
-    sequences = Sequences(documents_of(103, 57, 9), length=10, count=60, seed=0)
-    assert sequences.per_epoch == 15
-    epochs = [[int(sequences[15 * epoch + i]["input_ids"][0]) for i in range(15)] for epoch in range(4)]
-    for starts in epochs:
-        tokens = np.concatenate([np.arange(start, start + 10) for start in starts])
-        assert len(set(tokens.tolist())) == 150
-    assert len({tuple(starts) for starts in epochs}) == 4
-    assert len({tuple(sorted(starts)) for starts in epochs}) > 1
-
-
-def test_sequences_depend_on_seed_and_index_alone():
-    torch.manual_seed(0)
-    one = Sequences(documents_of(500), length=8, count=100, seed=3)
-    forward = [one[i]["input_ids"] for i in range(100)]
-    torch.manual_seed(1)
-    other = Sequences(documents_of(500), length=8, count=100, seed=3)
-    assert all(torch.equal(other[i]["input_ids"], forward[i]) for i in reversed(range(100)))
-    different = Sequences(documents_of(500), length=8, count=100, seed=4)
-    assert any(not torch.equal(different[i]["input_ids"], forward[i]) for i in range(100))
-
-
-def test_validation_sequences_are_spread_evenly_and_do_not_overlap():
-    sequences = EvenSequences(documents_of(103, 57, 9), length=10, count=5)
-    starts = [int(sequences[i]["input_ids"][0]) for i in range(len(sequences))]
-    assert starts == [0, 30, 60, 90, 10_020]  # 10 pieces of the first and 5 of the second: every third of 15
-    assert torch.equal(sequences[4]["labels"], 10_020 + torch.arange(10))
-    assert len(EvenSequences(documents_of(25), length=10, count=5)) == 2
-    with pytest.raises(ValueError, match="no validation text has 200 tokens"):
-        EvenSequences(documents_of(103), length=200, count=1)
-
-
-def test_sequences_longer_than_every_document_are_refused():
-    with pytest.raises(ValueError, match=r"no training text has 200 tokens \(the longest has 103\)"):
-        Sequences(documents_of(103, 57), length=200, count=1, seed=0)
 
 
 # --- models
@@ -429,94 +333,6 @@ def test_files_are_replaced_in_one_step(tmp_path):
         finish_folder(tmp_path / "folder")
         assert (tmp_path / "folder/file").read_text() == content
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "c.json", "folder"]
-
-
-# --- resuming within an arm
-
-
-def test_an_interrupted_run_continues_as_if_it_had_not_been(smoke, tmp_path):
-    config = model_config(smoke.model, 512, 0)
-    sequences = Sequences(documents_of(400), length=16, count=40, seed=0)
-    sequences.documents = [document % 512 for document in sequences.documents]
-    settings = TrainingSettings(steps=10, length=16, batch_size=4, learning_rate=0.01, warmup_steps=2, save_every=4)
-
-    def run(states, on_step=None):
-        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
-        model = build_model(config, smoke, smoke.arms[0])
-        try:
-            report = train(
-                accelerator, Console(quiet=True), "t", model, sequences, settings, states, save, on_step=on_step
-            )
-            return torch.load(states / "best" / "weights.pt"), report
-        finally:
-            accelerator.free_memory()
-
-    whole, report = run(tmp_path / "whole")
-    assert report["steps"] == 10
-    assert report["tokens"] == 640
-    assert report["kept"] == {"step": 10, "validation_loss": None}
-
-    def interrupt(model, step):
-        if step == 6:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "states", interrupt)
-    assert latest_state(tmp_path / "states") == 4
-    steps = []
-    continued, report_again = run(tmp_path / "states", lambda model, step: steps.append(step))
-    assert steps == [4, 5, 6, 7, 8, 9]
-    assert sorted(path.name for path in (tmp_path / "states").iterdir()) == ["8", "best"]
-    assert report_again["final_loss"] == report["final_loss"]
-    assert whole.keys() == continued.keys()
-    assert all(torch.equal(whole[name], continued[name]) for name in whole)
-
-
-def save(model, folder):
-    """What train() calls to keep a model."""
-    folder.mkdir(parents=True)
-    torch.save({name: tensor.clone() for name, tensor in model.state_dict().items()}, folder / "weights.pt")
-
-
-def test_the_model_with_the_lowest_validation_loss_is_kept(smoke, tmp_path, accelerator):
-    """Half of the tokens for validation do not occur in training: the loss falls first, then rises."""
-    random = np.random.default_rng(0)
-    sequences = Sequences([random.integers(0, 40, 200)], length=16, count=40, seed=0)
-    validation = EvenSequences([random.integers(0, 80, 200)], length=16, count=5)
-    model = build_model(model_config(smoke.model, 512, 0), smoke, smoke.arms[1])
-    settings = TrainingSettings(steps=10, length=16, batch_size=4, learning_rate=0.1, validate_every=1)
-    losses = []
-
-    def save_and_look(model, folder):
-        save(model, folder)
-        losses.append(loss_of(model))
-
-    def loss_of(model):
-        ids = torch.stack([item["input_ids"] for item in (validation[i] for i in range(5))])
-        with torch.no_grad():
-            logits = model.eval()(ids).logits[:, :-1]
-        model.train()
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).item()
-
-    report = train(
-        accelerator, Console(quiet=True), "t", model, sequences, settings, tmp_path, save_and_look, validation
-    )
-    assert losses == sorted(losses, reverse=True)
-    assert loss_of(model) > losses[-1]
-    assert 1 < report["kept"]["step"] < 10
-    assert report["kept"]["validation_loss"] == pytest.approx(losses[-1], rel=1e-5)
-    model.load_state_dict(torch.load(tmp_path / "best" / "weights.pt"))
-    assert loss_of(model) == pytest.approx(losses[-1], rel=1e-6)
-
-
-def test_training_stops_when_the_loss_is_not_finite(smoke, tmp_path, accelerator):
-    model = build_model(model_config(smoke.model, 512, 0), smoke, smoke.arms[1])
-    with torch.no_grad():
-        model.model.norm.weight.fill_(float("nan"))
-    sequences = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 4
-    settings = TrainingSettings(steps=2, length=8, batch_size=2, learning_rate=0.01)
-    with pytest.raises(FloatingPointError, match="the loss is nan at step 1"):
-        train(accelerator, Console(quiet=True), "t", model, sequences, settings, tmp_path, save)
 
 
 # --- model card

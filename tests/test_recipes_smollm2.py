@@ -12,7 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
 
 import smollm2
-from experiment.corpus import Text, train_tokenizer
+from experiment.corpus import train_tokenizer
+from experiment.sources import Text
 
 NAMES = {
     "input_layernorm": "attn_norm",

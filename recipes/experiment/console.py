@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration
+from accelerate.tracking import filter_trackers, get_available_trackers
+from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -25,6 +28,7 @@ def start_run() -> tuple[Accelerator, Console]:
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(),  # else processes started without a GPU don't find each other
         dataloader_config=DataLoaderConfiguration(split_batches=True),
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
     )
     use_all_cores(accelerator)
     transformers_logging.disable_progress_bar()
@@ -33,6 +37,25 @@ def start_run() -> tuple[Accelerator, Console]:
     warnings.filterwarnings("ignore", message="Could not find a config file in ")
     width = None if sys.stdout.isatty() else 200  # a log file has room for the whole table
     return accelerator, Console(quiet=not accelerator.is_main_process, highlight=False, soft_wrap=True, width=width)
+
+
+def start_trackers(accelerator: Accelerator, names: Sequence[str], title: str, folder: Path, settings: Any) -> None:
+    """Opens the trackers that get the losses; their files are in ``folder``."""
+    if names:
+        accelerator.project_configuration.set_directories(str(folder))
+        accelerator.log_with = filter_trackers(list(names), str(folder))
+        accelerator.init_trackers(title, config={"settings": json.dumps(settings)})
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raises ValueError where a tracker is unknown or not installed."""
+    available = [str(name) for name in get_available_trackers()]
+    for name in names:
+        if name not in available:
+            raise ValueError(
+                f"trackers: {name!r} is not among those that are installed ({', '.join(available) or 'none'}); "
+                "pip install it, or remove it."
+            )
 
 
 def stop(accelerator: Accelerator, error: Exception) -> NoReturn:

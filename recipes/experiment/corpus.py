@@ -1,9 +1,8 @@
-"""Texts, their tokenizer, and the training sequences cut from them."""
+"""The tokenizer of the texts, and the training sequences cut from them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,75 +10,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from experiment.files import finish_folder, partial_folder, sha256
-from experiment.settings import RECIPES, DataSettings
+from experiment.files import finish_folder, partial_folder
+from experiment.sources import Text
 
 END_OF_TEXT = "<|endoftext|>"
-
-
-@dataclass(frozen=True)
-class Text:
-    """One document.
-
-    Args:
-        name: its file's name.
-        content: all of it.
-    """
-
-    name: str
-    content: str
-
-    @property
-    def sha256(self) -> str:
-        """Digest of the UTF-8 bytes: tells whether two evaluations read the same text."""
-        return sha256(self.content.encode())
-
-
-def read_texts(names: Sequence[str], folder: str | Path | None) -> list[Text]:
-    """Reads one document per file.
-
-    Args:
-        names: file names.
-        folder: where they are; None: ``recipes/data``.
-
-    Raises:
-        ValueError: a file is missing, not UTF-8 or empty, or no file is named.
-    """
-    folder = RECIPES / "data" if folder is None else Path(folder)
-    if not names or len(set(names)) != len(names):
-        raise ValueError(f"the texts are {list(names)}; name at least one file, and each once.")
-    texts = []
-    for name in names:
-        try:
-            content = (folder / name).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"cannot read the text {name!r} in {folder}: {error}") from error
-        if not content.strip():
-            raise ValueError(f"the text {name!r} in {folder} is empty.")
-        texts.append(Text(name, content))
-    return texts
-
-
-def read_splits(data: DataSettings) -> dict[str, list[Text]]:
-    """The texts of an experiment: ``train``, ``validation`` and ``held_out``.
-
-    Raises:
-        ValueError: a text can't be read, or is in two of them, by name or by content.
-    """
-    splits = {
-        "train": read_texts(data.train, data.folder),
-        "validation": read_texts(data.validation, data.folder) if data.validation else [],
-        "held_out": read_texts(data.held_out, data.folder),
-    }
-    seen: dict[str, tuple[str, str]] = {}
-    for split, texts in splits.items():
-        for text in texts:
-            other_split, name = seen.setdefault(text.sha256, (split, text.name))
-            if other_split != split:
-                raise ValueError(
-                    f"the text {text.name!r} of data.{split} is also in data.{other_split}, as {name!r}."
-                )
-    return splits
 
 
 def train_tokenizer(texts: Sequence[Text], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -177,6 +111,62 @@ class Sequences(torch.utils.data.Dataset):
             + self.length * np.arange(len(document) // self.length)
         ]
         return random.permutation(np.array(pieces, dtype=np.int64))
+
+
+class PackedSequences(torch.utils.data.Dataset):
+    """``count`` training sequences filled with whole documents, none of which sees another.
+
+    An epoch is all documents in random order, one after the other, cut every ``length`` tokens: a document that does
+    not fit goes on in the next sequence, as a document of its own. The tokens left over at the end of an epoch are
+    dropped. Item i depends on (documents, length, seed, i) alone.
+
+    Args:
+        documents: token ids ``(N_d,)``.
+        length: tokens per sequence.
+        count: number of items.
+        seed: of the order.
+
+    Raises:
+        ValueError: the documents together do not fill one sequence.
+    """
+
+    def __init__(self, documents: Sequence[np.ndarray], length: int, count: int, seed: int) -> None:
+        self.documents, self.length, self.count, self.seed = documents, length, count, seed
+        self.per_epoch = sum(map(len, documents)) // length
+        if not self.per_epoch:
+            raise ValueError(f"the training texts have less than {length} tokens; give more or a shorter length.")
+        self._epoch = -1
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """``input_ids``, ``labels`` and ``position_ids``, int64 ``(length,)``.
+
+        Positions begin at 0 with each document, which keeps the documents apart. The first token of a document is no
+        target: its label is -100.
+        """
+        if not 0 <= index < self.count:
+            raise IndexError(f"sequence {index} of {self.count}")
+        epoch, slot = divmod(index, self.per_epoch)
+        if epoch != self._epoch:
+            random = np.random.Generator(np.random.Philox([self.seed, epoch]))
+            self._epoch, self._order = epoch, random.permutation(len(self.documents))
+            self._ends = np.cumsum([len(self.documents[document]) for document in self._order])
+        at, end = slot * self.length, (slot + 1) * self.length
+        pieces = []
+        for place in range(int(np.searchsorted(self._ends, at, side="right")), len(self._order)):
+            document = self.documents[self._order[place]]
+            begin = self._ends[place] - len(document)
+            pieces.append(document[max(at - begin, 0) : end - begin])
+            if self._ends[place] >= end:
+                break
+        labels = [np.concatenate([[-100], piece[1:]]) for piece in pieces if len(piece)]
+        positions = [np.arange(len(piece)) for piece in pieces]
+        return {
+            name: torch.from_numpy(np.concatenate(parts).astype(np.int64))
+            for name, parts in (("input_ids", pieces), ("labels", labels), ("position_ids", positions))
+        }
 
 
 class EvenSequences(torch.utils.data.Dataset):

@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 
 from experiment.arms import load_checkpoint
 from experiment.console import progress
-from experiment.corpus import Text
 from experiment.settings import EvaluationSettings
+from experiment.sources import Text
 from hf_poslsh.evaluation import (
     Passkey,
     TokenScores,

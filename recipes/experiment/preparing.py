@@ -11,18 +11,20 @@ from accelerate import Accelerator
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from experiment.arms import check_arms, model_config
+from experiment.console import check_trackers
 from experiment.corpus import (
     EvenSequences,
+    PackedSequences,
     Sequences,
-    Text,
     encode,
-    read_splits,
     save_tokenizer,
     train_tokenizer,
 )
 from experiment.evaluating import plan
 from experiment.files import read_json, write_json
 from experiment.settings import Settings
+from experiment.sources import Text, read_splits
+from experiment.training import micro_batches
 
 _FLOAT32 = 4
 _STATES = 2  # for a moment there are two, each of the weights and two moments of what is trained
@@ -48,8 +50,8 @@ class Experiment:
     config: PreTrainedConfig
     parameters: int
     tokenizer: PreTrainedTokenizerBase
-    sequences: Sequences
-    validation: EvenSequences | None
+    sequences: Sequences | PackedSequences
+    validation: EvenSequences | PackedSequences | None
     held_out: list[Text]
 
 
@@ -65,11 +67,8 @@ def prepare(settings: Settings, accelerator: Accelerator, resume: bool) -> Exper
         ValueError: something does not fit; the message says what and how to mend it.
     """
     training, output = settings.training, Path(settings.output_dir)
-    if training.batch_size % accelerator.num_processes:
-        raise ValueError(
-            f"training.batch_size is {training.batch_size}, which {accelerator.num_processes} processes can't share "
-            "equally; choose a multiple."
-        )
+    micro_batches(training, accelerator.num_processes)
+    check_trackers(settings.trackers)
     if not accelerator.use_distributed and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
             "several processes were launched, but they don't know of each other; check `accelerate env`."
@@ -78,13 +77,18 @@ def prepare(settings: Settings, accelerator: Accelerator, resume: bool) -> Exper
     texts = read_splits(settings.data)
     folder = output / "tokenizer"
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder) if folder.exists() else tokenizer_of(settings, texts)
-    sequences = Sequences(
-        encode(tokenizer, texts["train"]), training.length, training.steps * training.batch_size, settings.seed
-    )
-    validation = None
+    kind = PackedSequences if training.packing else Sequences
+    count = training.steps * training.batch_size
+    sequences = kind(encode(tokenizer, texts["train"]), training.length, count, settings.seed)
+    validation: EvenSequences | PackedSequences | None = None
     if texts["validation"]:
         documents = encode(tokenizer, texts["validation"])
-        validation = EvenSequences(documents, training.length, training.validation_sequences)
+        count = training.validation_sequences
+        if training.packing:
+            count = min(count, sum(map(len, documents)) // training.length)
+            validation = PackedSequences(documents, training.length, count, settings.seed)
+        else:
+            validation = EvenSequences(documents, training.length, count)
     plan(settings.evaluation, encode(tokenizer, texts["held_out"]))
     config = model_config(settings.model, len(tokenizer), tokenizer.eos_token_id)
     parameters, trained = check_arms(config, settings)

@@ -15,22 +15,51 @@ RECIPES = Path(__file__).resolve().parent.parent
 
 @strict
 @dataclasses.dataclass
-class DataSettings:
-    """The texts and their tokenizer.
+class SourceSettings:
+    """A dataset, as ``datasets.load_dataset`` reads it.
 
     Args:
-        train: names of the files to train on; a file is one document.
-        held_out: names of the files to evaluate on, none of them in ``train``.
-        validation: names of the files that choose the best checkpoint, none of them in ``train`` or ``held_out``.
+        path: name on the Hub, or ``json``, ``parquet``, ``csv`` or ``text`` for ``files``.
+        name: its configuration.
+        split: which split.
+        revision: of the dataset on the Hub.
+        files: local files, in ``data.folder``.
+        column: holds the text.
+        heading: regular expression. None: every row is a document. Else rows are joined, and a new document begins
+            at each row that the expression matches from its start; what is before the first is one, too.
+        limit: read so many rows alone, from the beginning.
+        streaming: read rows as they are needed, not the whole dataset first; needs a ``limit``.
+    """
+
+    path: str
+    name: str | None = None
+    split: str = "train"
+    revision: str | None = None
+    files: list[str] = dataclasses.field(default_factory=list)
+    column: str = "text"
+    heading: str | None = None
+    limit: int | None = None
+    streaming: bool = False
+
+
+@strict
+@dataclasses.dataclass
+class DataSettings:
+    """The texts and their tokenizer. No text may be in two of the splits.
+
+    Args:
+        train: what to train on: names of text files, each one document, and datasets.
+        held_out: names of the files to evaluate on.
+        validation: chooses the best checkpoint; as ``train``.
         folder: where the files are; relative paths start at the YAML file. None: ``recipes/data``.
         tokenizer: folder or Hub name. None: that of ``model.pretrained``; without one, a byte-level BPE is trained
             on the training texts.
         vocab_size: entries of the BPE.
     """
 
-    train: list[str]
+    train: list[str | SourceSettings]
     held_out: list[str]
-    validation: list[str] = dataclasses.field(default_factory=list)
+    validation: list[str | SourceSettings] = dataclasses.field(default_factory=list)
     folder: str | None = None
     tokenizer: str | None = None
     vocab_size: int = 4096
@@ -65,11 +94,19 @@ class TrainingSettings:
         steps: optimiser steps.
         length: tokens per sequence.
         batch_size: sequences per step, over all processes.
-        learning_rate: peak of AdamW's learning rate; it follows a cosine to 0.
+        learning_rate: peak of AdamW's learning rate.
+        micro_batch_size: sequences that a process reads at once; gradients are summed until the step. None: all.
+        packing: fill the sequences with whole documents in random order, none of which sees another; what does not
+            fit goes on in the next sequence. Without it a sequence is a piece of one document, and documents
+            shorter than ``length`` are not used.
+        schedule: ``cosine`` or ``linear``, to 0.
         warmup_steps: steps of linear warm-up.
+        warmup_ratio: the same as a share of the steps; give one of them.
         weight_decay: AdamW's.
         max_grad_norm: gradients are clipped to this norm.
-        save_every: steps between checkpoints that ``--resume`` continues from; None: none within an arm.
+        gradient_checkpointing: compute activations again in the backward pass, for less memory.
+        compile: compile the model.
+        save_every: steps between checkpoints that ``--resume`` continues from; None: only where SIGTERM stops a run.
         validate_every: steps between losses on ``data.validation``; the checkpoint with the lowest is kept. None:
             the last is kept.
         validation_sequences: how many sequences of ``length`` tokens, evenly spread, are read for that.
@@ -79,9 +116,15 @@ class TrainingSettings:
     length: int
     batch_size: int
     learning_rate: float
+    micro_batch_size: int | None = None
+    packing: bool = False
+    schedule: str = "cosine"
     warmup_steps: int = 0
+    warmup_ratio: float = 0.0
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
+    gradient_checkpointing: bool = False
+    compile: bool = False
     save_every: int | None = None
     validate_every: int | None = None
     validation_sequences: int = 16
@@ -164,6 +207,8 @@ class Settings:
             weights are trained.
         card: fields for the head of the model cards, e.g. ``{license: mit, language: en, datasets: [user/name]}``;
             ``base_model`` is the Hub name of ``model.pretrained``, where that is a folder.
+        trackers: where the losses go besides the console: ``tensorboard``, ``trackio``, ``wandb`` and whatever else
+            accelerate knows and is installed.
     """
 
     name: str
@@ -174,6 +219,7 @@ class Settings:
     evaluation: EvaluationSettings
     arms: list[ArmSettings]
     peft: dict[str, Any] | None = None
+    trackers: list[str] = dataclasses.field(default_factory=list)
     seed: int = 0
     card: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -240,8 +286,15 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(hint):
         return build(hint, value, f"{where}.")
     inner = get_args(hint)
-    if isinstance(hint, types.GenericAlias) and dataclasses.is_dataclass(inner[0]) and isinstance(value, list):
-        return [build(inner[0], item, f"{where}[{index}].") for index, item in enumerate(value)]
+    if isinstance(hint, types.GenericAlias) and isinstance(value, list):
+        kinds = [kind for kind in (inner[0], *get_args(inner[0])) if dataclasses.is_dataclass(kind)]
+        also_text = str in get_args(inner[0])
+        return [
+            build(kinds[0], item, f"{where}[{index}].")
+            if kinds and not (also_text and isinstance(item, str))
+            else item
+            for index, item in enumerate(value)
+        ]
     if hint is float and isinstance(value, (int, str)) and not isinstance(value, bool):
         try:
             return float(value)  # YAML 1.1 reads 2e-3 as text
@@ -283,7 +336,9 @@ def _check_ranges(settings: Settings) -> None:
         ("training.length", training.length, 2),
         ("training.batch_size", training.batch_size, 1),
         ("training.learning_rate", training.learning_rate, 0.0),
+        ("training.micro_batch_size", 1 if training.micro_batch_size is None else training.micro_batch_size, 1),
         ("training.warmup_steps", training.warmup_steps, 0),
+        ("training.warmup_ratio", training.warmup_ratio, 0.0),
         ("training.weight_decay", training.weight_decay, 0.0),
         ("training.max_grad_norm", training.max_grad_norm, 0.0),
         ("training.save_every", 1 if training.save_every is None else training.save_every, 1),
@@ -295,6 +350,16 @@ def _check_ranges(settings: Settings) -> None:
     ):
         if not low <= value < float("inf"):
             raise ValueError(f"{where} is {value}; it must be a finite number of at least {low}.")
+    if training.schedule not in ("cosine", "linear"):
+        raise ValueError(f"training.schedule is {training.schedule!r}; choose cosine or linear.")
+    if training.warmup_ratio > 1 or (training.warmup_ratio and training.warmup_steps):
+        raise ValueError(
+            f"training.warmup_ratio is {training.warmup_ratio} and training.warmup_steps is {training.warmup_steps}; "
+            "give one of them, the ratio as a share of 1."
+        )
+    for source in (*settings.data.train, *settings.data.validation):
+        if isinstance(source, SourceSettings) and source.streaming and source.limit is None:
+            raise ValueError(f"the dataset {source.path!r} is streamed without an end; say how many rows: limit.")
     model = settings.model
     if (model.type is None) == (model.pretrained is None):
         raise ValueError("give either model.type (random weights) or model.pretrained (a checkpoint).")

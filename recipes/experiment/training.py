@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from rich.console import Console
 from torch.utils.data import DataLoader, Dataset
-from transformers import get_cosine_schedule_with_warmup
+from transformers import get_scheduler
 
 from experiment.console import progress
 from experiment.files import finish_folder, partial_folder, read_json, write_json
@@ -54,11 +55,18 @@ def train(
     Raises:
         FloatingPointError: the loss is not finite.
     """
+    if settings.gradient_checkpointing:
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=settings.learning_rate, weight_decay=settings.weight_decay)
-    scheduler = get_cosine_schedule_with_warmup(optimizer, settings.warmup_steps, settings.steps)
+    warmup = settings.warmup_steps or round(settings.warmup_ratio * settings.steps)
+    scheduler = get_scheduler(settings.schedule, optimizer, warmup, settings.steps)
     loader = DataLoader(sequences, batch_size=settings.batch_size)
     sizes = [sum(p.numel() for p in of) for of in (model.parameters(), trained)]
+    if settings.compile:
+        model.compile()
+    accelerator.gradient_accumulation_steps = micro_batches(settings, accelerator.num_processes)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     best = Best(accelerator, states / "best", save)
     done = latest_state(states)
@@ -69,20 +77,28 @@ def train(
     model.train()
     loss = math.nan
     tokens = settings.batch_size * settings.length
-    with progress(console, title, settings.steps - done) as meter:
+    with progress(console, title, settings.steps - done) as meter, Interruption() as interruption:
         for step, batch in enumerate(loader, done + 1):
             if on_step is not None:
                 on_step(accelerator.unwrap_model(model), step - 1)
+            rate = scheduler.get_last_lr()[0]
             loss = _step(accelerator, model, optimizer, scheduler, batch, settings.max_grad_norm)
             if not math.isfinite(loss):
                 raise FloatingPointError(f"{title}: the loss is {loss} at step {step}; try a lower learning rate.")
             meter.advance(tokens, f"loss {loss:.3f}")
+            figures = {"loss": loss, "learning_rate": rate, "tokens_per_second": meter.tokens_per_second}
             if validation is not None and (step % settings.validate_every == 0 or step == settings.steps):
                 held_out = mean_loss(accelerator, model, validation)
                 console.print(f"{title}: validation loss {held_out:.4f} after step {step}")
                 best.offer(model, step, held_out)
-            if settings.save_every and step % settings.save_every == 0 and step < settings.steps:
+                figures["validation_loss"] = held_out
+            accelerator.log({f"{title}/{name}": value for name, value in figures.items()}, step=step)
+            stopping = interruption.anywhere(accelerator) and step < settings.steps
+            if stopping or (settings.save_every and step % settings.save_every == 0 and step < settings.steps):
                 _save_state(accelerator, states, step)
+            if stopping:
+                console.print(f"{title}: stopped after step {step}; --resume continues from there")
+                raise SystemExit(128 + signal.SIGTERM)
         if validation is None:
             best.keep(model, settings.steps, None)
         return {
@@ -153,19 +169,70 @@ def mean_loss(accelerator: Accelerator, model: Any, sequences: Dataset) -> float
     return total / targets
 
 
+def micro_batches(settings: TrainingSettings, processes: int) -> int:
+    """How many forward passes a process needs for a step.
+
+    Raises:
+        ValueError: the sequences of a step can't be shared out equally.
+    """
+    share, rest = divmod(settings.batch_size, processes)
+    if rest:
+        raise ValueError(
+            f"training.batch_size is {settings.batch_size}, which {processes} processes can't share equally; "
+            "choose a multiple."
+        )
+    size = settings.micro_batch_size or share
+    if share % size:
+        raise ValueError(
+            f"training.micro_batch_size is {size}, which does not divide the {share} sequences that a process reads "
+            "in a step."
+        )
+    return share // size
+
+
 def _step(
     accelerator: Accelerator, model: Any, optimizer: Any, scheduler: Any, batch: dict[str, Any], max_grad_norm: float
 ) -> float:
+    passes = accelerator.gradient_accumulation_steps
     targets = (batch["labels"][:, 1:] != -100).sum()
     total = accelerator.reduce(targets, reduction="sum")
-    # The model returns its share of the mean over all processes; their gradients are averaged, not summed.
-    share = model(**batch, num_items_in_batch=total, use_cache=False).loss
-    accelerator.backward(share * accelerator.num_processes)
-    accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
-    optimizer.step()
-    scheduler.step()
-    optimizer.zero_grad()
-    return accelerator.reduce(share.detach(), reduction="sum").item()
+    loss = torch.zeros((), device=accelerator.device)
+    for part in zip(*(value.chunk(passes) for value in batch.values()), strict=True):
+        with accelerator.accumulate(model):
+            # The model returns its share of the mean over all processes. Their gradients are averaged, and backward
+            # divides by the number of passes: both belong to a sum.
+            inputs = dict(zip(batch, part, strict=True))
+            share = model(**inputs, num_items_in_batch=total, use_cache=False).loss
+            accelerator.backward(share * accelerator.num_processes * passes)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        loss += share.detach()
+    return accelerator.reduce(loss, reduction="sum").item()
+
+
+class Interruption:
+    """Within its context, SIGTERM is remembered instead of ending the program: a step is finished first."""
+
+    def __init__(self) -> None:
+        self._asked = False
+
+    def __enter__(self) -> Interruption:
+        self._before = signal.signal(signal.SIGTERM, self._ask)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        signal.signal(signal.SIGTERM, self._before)
+
+    def _ask(self, number: int, frame: Any) -> None:
+        self._asked = True
+
+    def anywhere(self, accelerator: Accelerator) -> bool:
+        """Was any of the processes asked to stop? The same on all of them."""
+        asked = torch.tensor(float(self._asked), device=accelerator.device)
+        return bool(accelerator.reduce(asked, reduction="sum"))
 
 
 def latest_state(states: Path) -> int:

@@ -1,0 +1,103 @@
+"""The large experiments: complete, and equal in their keys to tiny twins, which run here."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.state import AcceleratorState, GradientState
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
+
+import tiny
+import train
+from experiment.files import read_json
+from experiment.settings import load_settings
+
+CONFIGS = Path(__file__).parent.parent / "recipes" / "configs"
+LARGE = ["qwen3_0.6b", "mistral_7b_lora", "mistral_7b_full", "llama4_scout"]
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerator():
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def keys(value):
+    """The keys of nested mappings, without their values; of a list all that its items have."""
+    if isinstance(value, dict):
+        return {key: keys(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [keys(item) for item in value if isinstance(item, dict)]
+    return None
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_config_and_its_twin_have_the_same_keys_and_arms(name):
+    large, twin = (yaml.safe_load((CONFIGS / f"{stem}.yaml").read_text()) for stem in (name, f"{name}_cpu"))
+    assert keys(large) == keys(twin)
+    assert large["arms"] == twin["arms"]
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_the_experiments_are_the_papers(name):
+    settings = load_settings(CONFIGS / f"{name}.yaml")
+    assert settings.evaluation.lengths == [8192, 10000, 12288, 16384]
+    assert settings.training.length == (8192 if name == "qwen3_0.6b" else 4096)
+    assert settings.training.learning_rate == (5e-4 if name == "qwen3_0.6b" else 1e-5)
+    assert settings.training.warmup_ratio == 0.1
+    assert (settings.peft is not None) == (name in ("mistral_7b_lora", "llama4_scout"))
+    assert {"alibi", "fixed-blocks", "original", "plsh-s20"} <= {arm.name for arm in settings.arms}
+
+
+@pytest.mark.parametrize(
+    ("name", "arms"),
+    [
+        ("qwen3_0.6b", ["plsh-s10", "original"]),
+        ("mistral_7b_lora", ["plsh-s5"]),
+        ("mistral_7b_full", ["alibi"]),
+        ("llama4_scout", ["fixed-blocks"]),
+    ],
+)
+def test_the_twins_run(name, arms, tmp_path, monkeypatch):
+    """Some arms of each: that all of them can be built is checked in test_recipes.py."""
+    run_twin(name, arms, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LARGE)
+def test_the_twins_run_with_all_arms(name, tmp_path, monkeypatch):
+    """Slow: two minutes for 24 arms, each with its own evaluation."""
+    run_twin(name, [arm.name for arm in load_settings(CONFIGS / f"{name}_cpu.yaml").arms], tmp_path, monkeypatch)
+
+
+def run_twin(name, arms, tmp_path, monkeypatch):
+    fields = yaml.safe_load((CONFIGS / f"{name}_cpu.yaml").read_text())
+    fields["arms"] = [arm for arm in fields["arms"] if arm["name"] in arms]
+    if "pretrained" in fields["model"]:
+        family = fields["model"]["pretrained"].rpartition("tiny_")[2]
+        monkeypatch.setattr(sys, "argv", ["tiny.py", family, str(tmp_path / "tiny")])
+        tiny.main()
+        fields["model"]["pretrained"] = str(tmp_path / "tiny")
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({**fields, "output_dir": str(tmp_path / "out")}))
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config", str(config)])
+    train.main()
+    results = read_json(tmp_path / "out" / "results.json")
+    assert list(results["arms"]) == arms
+    events = EventAccumulator(str(tmp_path / "out" / "logs" / fields["name"]))
+    events.Reload()
+    for arm, figures in results["arms"].items():
+        training = figures["training"]
+        losses = {event.step: event.value for event in events.Scalars(f"train {arm}/loss")}
+        assert list(losses) == [1, 2, 3, 4]
+        assert losses[4] == pytest.approx(training["final_loss"], rel=1e-6)
+        validation = {event.step: event.value for event in events.Scalars(f"train {arm}/validation_loss")}
+        assert list(validation) == [2, 4]
+        assert validation[training["kept"]["step"]] == pytest.approx(min(validation.values()))
+        assert list(figures["lengths"]) == ["64", "80", "96", "128"]
+        adapter = (tmp_path / "out" / arm / "adapter_model.safetensors").exists()
+        assert adapter == ("peft" in fields)
