@@ -375,7 +375,7 @@ def _check_ranges(settings: Settings) -> None:
     names = [arm.name for arm in settings.arms]
     if not names or len(set(names)) != len(names):
         raise ValueError(f"the arms are named {names}; give at least one, and every one its own name.")
-    reserved = {"tokenizer", "state"}
+    reserved = {"tokenizer", "state", "logs"}
     for name in names:
         plain = name and all(character.isalnum() or character in "-_.+" for character in name)
         if not plain or name.startswith(".") or name in reserved:
