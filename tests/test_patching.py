@@ -10,7 +10,7 @@ from oracles import SIGMA
 from test_models import CLOSE, logits, patched
 from torch import nn
 
-from hf_poslsh import PosLSHConfig, patch_model, poslsh, set_step, unpatch_model
+from hf_poslsh import PosLSHConfig, patch_model, poslsh, register_family, set_step, unpatch_model
 from hf_poslsh.testing import tiny_config, tiny_model
 
 HEADS = [
@@ -306,3 +306,12 @@ def test_the_generator_is_never_read(family, ids):
     state = torch.get_rng_state()
     logits(model, ids)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_family_whose_checkpoints_are_converted_is_refused():
+    """transformers would leave the experts of our subclass at random values, with a warning."""
+    from transformers.models.mixtral import modeling_mixtral as mixtral
+
+    heads = {"AutoModelForCausalLM": mixtral.MixtralForCausalLM}
+    with pytest.raises(ValueError, match="'mixtral' are converted while they are loaded"):
+        register_family("mixtral", mixtral.MixtralConfig, mixtral.MixtralAttention, mixtral.MixtralModel, heads)

@@ -14,6 +14,7 @@ import transformers
 from peft.utils import constants as peft_constants
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.models.auto import image_processing_auto, modeling_auto, processing_auto, tokenization_auto
 from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
 from transformers.models.mistral.modeling_mistral import MistralAttention
@@ -110,10 +111,16 @@ def register_family(model_type: str, config: type, attention: type, base: type, 
         The family.
 
     Raises:
-        ValueError: ``model_type`` is registered already.
+        ValueError: ``model_type`` is registered already, or its checkpoints are converted while they are loaded, as
+            those of mixtures of experts are: transformers does that for its own classes only.
     """
     if any(family.model_type == model_type for family in FAMILIES):
         raise ValueError(f"the model type {model_type!r} is registered already.")
+    if any(get_checkpoint_conversion_mapping(name) for name in (model_type, *(h.__name__ for h in heads.values()))):
+        raise ValueError(
+            f"checkpoints of {model_type!r} are converted while they are loaded (a mixture of experts?), which "
+            "transformers does for its own classes only: the family can't be registered."
+        )
     our_config = _subclass(config, PosLSHConfigMixin, model_type=f"poslsh_{model_type}")
     our_attention = _subclass(attention, PosLSHAttentionMixin)
     our_base = _subclass(base, PosLSHBaseModelMixin, config_class=our_config)
