@@ -56,9 +56,7 @@ def test_the_experiments_are_the_papers(name):
 @pytest.mark.parametrize(
     ("name", "arms"),
     [
-        ("qwen3_0.6b", ["plsh-s10", "original"]),
-        ("mistral_7b_lora", ["plsh-s5"]),
-        ("mistral_7b_full", ["alibi"]),
+        ("qwen3_0.6b", ["plsh-s10"]),
         ("llama4_scout", ["fixed-blocks"]),
     ],
 )
