@@ -234,14 +234,14 @@ def test_a_cache_of_the_users_own_is_exact_or_refused(family, sinks):
         torch.testing.assert_close(got, expected, **CLOSE)
 
     def windows(spare):
-        return Cache(layers=[DynamicSlidingWindowLayer(reach + spare) for reach in REACH])
+        return Cache(layers=[DynamicSlidingWindowLayer(sliding_window=reach + spare) for reach in REACH])
 
     if sinks == 0:
         torch.testing.assert_close(steps(model, ids, (60, 1, 29), windows(0))[0], expected, **CLOSE)
     short = windows(-1 if sinks == 0 else 0)
     with pytest.raises(ValueError, match=r"the cache of layer 0 holds .* larger window"):
         steps(model, ids, (60, 1), short)
-    mixed = Cache(layers=[DynamicLayer(), DynamicSlidingWindowLayer(4)])
+    mixed = Cache(layers=[DynamicLayer(), DynamicSlidingWindowLayer(sliding_window=4)])
     with pytest.raises(ValueError, match="the cache of layer 1"):
         steps(model, ids, (60, 1), mixed)
 

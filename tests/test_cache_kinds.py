@@ -1,5 +1,7 @@
 """Caches that generate() is asked for by name, and limits of the host that meet bounded caches and padding."""
 
+import re
+
 import pytest
 import torch
 from conftest import random_ids
@@ -63,7 +65,7 @@ QUANTISED = {
     "cache_implementation": "quantized",
     "cache_config": {"backend": "quanto", "q_group_size": 8, "residual_length": 5, "nbits": 4},
 }
-FULL_LAYERS = {"mistral": {}, "qwen3": {}, "llama4": {"attention_chunk_size": None}}
+FULL_LAYERS = {"mistral": {}, "qwen3": {}, "llama4": {"layer_types": ["full_attention"] * 2}}
 
 
 def test_a_quantised_cache_is_given_the_right_masks(family, monkeypatch):
@@ -91,8 +93,13 @@ def test_a_quantised_cache_loses_what_the_hosts_loses(family):
 
 def test_a_quantised_cache_for_chunked_layers_is_refused_by_the_host():
     pytest.importorskip("optimum.quanto", reason="optimum-quanto is not installed")
-    with pytest.raises(ValueError, match="chunked_attention"):
-        generate(patched("llama4"), random_ids(1, 9), **QUANTISED)
+    try:
+        generate(tiny_model("llama4"), random_ids(1, 9), **QUANTISED)
+    except ValueError as error:
+        with pytest.raises(ValueError, match=re.escape(str(error))):
+            generate(patched("llama4"), random_ids(1, 9), **QUANTISED)
+    else:
+        pytest.skip("this release quantises the cache of chunked layers")
 
 
 @both_sinks

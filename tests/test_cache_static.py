@@ -157,19 +157,21 @@ def test_assisted_decoding_keeps_all_tokens(family):
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_decoding_compiled_without_a_graph_break(family, padded):
+    """For batches of two sizes, so that the graph has symbols for sizes."""
     model, (ids, mask) = patched(family), left_padded()
     decode = torch.compile(model, backend="aot_eager", fullgraph=True)
-    cache, kwargs = ring_cache(model), {}
     expected = full_logits(model, ids, **({"attention_mask": mask} if padded else {}))
     with torch.no_grad():
-        for at, end in ((0, 60), *((i, i + 1) for i in range(60, 70))):
-            if padded:
-                kwargs["attention_mask"] = mask[:, :end]
-            out = (model if at == 0 else decode)(ids[:, at:end], **{CACHE_NAME: cache}, **kwargs).logits
-            real = mask[:, at:end] == 1
-            torch.testing.assert_close(out[real], expected[:, at:end][real], **CLOSE)
+        for rows in (2, 3):
+            cache, kwargs = ring_cache(model), {}
+            for at, end in ((0, 60), *((i, i + 1) for i in range(60, 66))):
+                if padded:
+                    kwargs["attention_mask"] = mask[:rows, :end]
+                out = (model if at == 0 else decode)(ids[:rows, at:end], **{CACHE_NAME: cache}, **kwargs).logits
+                real = mask[:rows, at:end] == 1
+                torch.testing.assert_close(out[real], expected[:rows, at:end][real], **CLOSE)
         if padded:
-            kwargs["attention_mask"] = torch.nn.functional.pad(mask, (0, 2), value=1)
+            kwargs["attention_mask"] = mask[:, :68]
         decode(ids[:, :1], position_ids=torch.tensor([[0]]), **{CACHE_NAME: cache}, **kwargs)
         with pytest.raises(RuntimeError, match="return to an earlier document"):
             decode(ids[:, :1], position_ids=torch.tensor([[9]]), **{CACHE_NAME: cache}, **kwargs)

@@ -131,7 +131,7 @@ def poslsh_attention(
     # Autocast computes the projections in half precision but leaves rotated queries and keys in float32.
     query, key = query.to(value.dtype), key.to(value.dtype)
     method = context.method
-    bias = _bias(config.poslsh, query.shape[1], layer, context.step)
+    bias = _bias(dict(config.poslsh), query.shape[1], layer, context.step)
     out, _ = biased_attention(query, key, value, bias, layout, scaling, method.estimator, method.impl)
     return out.transpose(1, 2).contiguous(), None
 

@@ -273,7 +273,7 @@ class PosLSHBaseModelMixin(PosLSHModelMixin):
 
 def _sights(config: Any, step: int | None = None) -> list[Sight]:
     limits = [host_limits(config, layer) for layer in range(config.num_hidden_layers)]
-    return _sights_of(config.poslsh, config.num_attention_heads, step, limits)
+    return _sights_of(dict(config.poslsh), config.num_attention_heads, step, limits)
 
 
 @torch.compiler.assume_constant_result
@@ -309,7 +309,7 @@ def _bound(cache: Cache, config: Any, length: int = 0) -> bool:
 
 def method_of(config: Any) -> PosLSHConfig:
     """The method that a patched model's config describes."""
-    return _method(config.poslsh)
+    return _method(dict(config.poslsh))  # a copy: dynamo takes no attribute that it has not read yet
 
 
 @torch.compiler.assume_constant_result
@@ -329,7 +329,7 @@ def _check_mask(mask: Any, tokens: torch.Tensor, seen: int | torch.Tensor, cache
     static = isinstance(seen, torch.Tensor) or (cache is not None and cache.is_compileable)
     needed = tokens.shape[1] + (0 if isinstance(seen, torch.Tensor) else seen)
     good = mask.shape[1] >= needed if static else mask.shape[1] == needed
-    if not good or mask.shape[0] not in (1, tokens.shape[0]):
+    if not good or (mask.shape[0] != 1 and mask.shape[0] != tokens.shape[0]):  # `in` fails on compiled symbols
         raise ValueError(
             f"attention_mask has shape {tuple(mask.shape)}; it must cover the {needed} tokens so far, cached ones "
             f"included, of {tokens.shape[0]} rows."

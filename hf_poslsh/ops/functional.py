@@ -267,7 +267,7 @@ def _as_rows(name: str, tensor: torch.Tensor, batch: int, length: int) -> torch.
         kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise ValueError(f"{name} is a {kind}; it must be an integer tensor.")
     rows = tensor[None] if tensor.ndim == 1 else tensor
-    if rows.ndim != 2 or rows.shape[1] != length or rows.shape[0] not in (1, batch):
+    if rows.ndim != 2 or rows.shape[1] != length or (rows.shape[0] != 1 and rows.shape[0] != batch):
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected ({length},) or ({batch}, {length}).")
     return rows.to(torch.int64)
 
@@ -311,7 +311,10 @@ def _check_layout(query: torch.Tensor, key: torch.Tensor, layout: Layout) -> Non
         ("query_segments", layout.query_segments, query.shape[2]),
         ("key_segments", layout.key_segments, key.shape[2]),
     ):
-        if rows is not None and (rows.shape[-1] != length or rows.shape[0] not in (1, query.shape[0])):
+        if rows is None:
+            continue
+        # `not in (1, batch)` would not work where torch.compile takes the batch size as a symbol.
+        if rows.shape[-1] != length or (rows.shape[0] != 1 and rows.shape[0] != query.shape[0]):
             raise ValueError(f"{name} has shape {tuple(rows.shape)} for {length} tokens in {query.shape[0]} rows.")
     for name, number in (("window", layout.window), ("chunk", layout.chunk)):
         if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
