@@ -89,7 +89,7 @@ def patch_model(model: Model, config: PosLSHConfig | None = None, **fields: Any)
 
     if is_part(target):
         check_whole(target)
-    host = target.config
+    host, name = target.config, target.name_or_path
     ours = patched_config(host, method)
     swap_classes(target, ours.get_text_config())
     for old, new in zip(_parts(host), _parts(ours), strict=True):
@@ -99,7 +99,7 @@ def patch_model(model: Model, config: PosLSHConfig | None = None, **fields: Any)
     undo = _Undo(
         host,
         [],
-        target.name_or_path,
+        name,
         copy.copy(target.__dict__.get("model_tags")),
         {name: adapter.base_model_name_or_path for name, adapter in adapters.items()},
     )

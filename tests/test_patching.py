@@ -315,3 +315,13 @@ def test_a_family_whose_checkpoints_are_converted_is_refused():
     heads = {"AutoModelForCausalLM": mixtral.MixtralForCausalLM}
     with pytest.raises(ValueError, match="'mixtral' are converted while they are loaded"):
         register_family("mixtral", mixtral.MixtralConfig, mixtral.MixtralAttention, mixtral.MixtralModel, heads)
+
+
+def test_the_name_of_the_model_is_kept():
+    """PEFT reads it from the instance; a name given by hand counts as much as that of a checkpoint."""
+    model = tiny_model("qwen3")
+    model.name_or_path = "user/model"
+    patch_model(model)
+    assert vars(model)["name_or_path"].startswith("poslsh:user/model ")
+    unpatch_model(model)
+    assert model.name_or_path == "user/model"

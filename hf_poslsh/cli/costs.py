@@ -111,14 +111,14 @@ def _layer_cost(
 ) -> LayerCost:
     window, chunk = host_limits(text, layer)
     patched = method is not None and (method.layers is None or layer in method.layers)
-    if method is None or not patched:
-        bias = PositionBias.window(shape.heads, None)
-        tokens = _held_by_host(window, chunk, n)
-    else:
-        bias = bias_from_config(method, shape.heads, layer)
+    bias = PositionBias.window(shape.heads, None)
+    tokens = _held_by_host(window, chunk, n)
+    if method is not None:  # bounded layers stand in for the host's own sliding ones too
+        if patched:
+            bias = bias_from_config(method, shape.heads, layer)
         sight = sight_of_layer(method, shape.heads, layer, None, window, chunk)
-        bounded = method.cache == "bounded" and sight.bounded
-        tokens = _most_held(sight, n) if bounded else _held_by_host(window, chunk, n)
+        if method.cache == "bounded" and sight.bounded:
+            tokens = _most_held(sight, n)
     pairs = [_visible_pairs(bias, head, n, window, chunk) for head in range(shape.heads)]
     return LayerCost(
         layer,
