@@ -309,7 +309,9 @@ def _bound(cache: Cache, config: Any, length: int = 0) -> bool:
 
 def method_of(config: Any) -> PosLSHConfig:
     """The method that a patched model's config describes."""
-    return _method(dict(config.poslsh))  # a copy: dynamo takes no attribute that it has not read yet
+    fields = config.poslsh
+    # A copy, because dynamo hands on no attribute that it has not read yet; what is no dict, from_saved refuses.
+    return _method(dict(fields) if isinstance(fields, dict) else fields)
 
 
 @torch.compiler.assume_constant_result
