@@ -145,8 +145,8 @@ class Recorder(TextStreamer):
     """Notes when each token came, and what the process held then; the text itself goes nowhere."""
 
     def __init__(self, vocab_size: int) -> None:
-        # A streamer decodes the line at hand again for every token, so that some tokens must end it.
-        words = {("\n" if i % 16 == 0 else "w") + f"{i} ": i for i in range(vocab_size)}
+        # A streamer decodes the line at hand again for every token, and a line ends with a token that ends with "\n".
+        words = {f"w{i}" + ("\n" if i % 16 == 0 else " "): i for i in range(vocab_size)}
         tokenizer = Tokenizer(models.WordLevel(words, unk_token="w1 "))
         tokenizer.decoder = decoders.Fuse()
         super().__init__(PreTrainedTokenizerFast(tokenizer_object=tokenizer))

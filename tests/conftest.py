@@ -42,8 +42,9 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from command_line import run  # noqa: E402
 
-from hf_poslsh.testing import FAMILIES  # noqa: E402
+from hf_poslsh.testing import FAMILIES, tiny_model  # noqa: E402
 
 
 @pytest.fixture(params=FAMILIES)
@@ -59,3 +60,19 @@ def ids():
 
 def random_ids(rows, length, seed=0):
     return torch.randint(1, 99, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="session")
+def host(tmp_path_factory):
+    """Folder of a stock checkpoint; tests only read it."""
+    folder = tmp_path_factory.mktemp("checkpoints") / "qwen3"
+    tiny_model("qwen3").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def patched(host):
+    """Folder of the same, patched by the command line."""
+    folder = host.parent / "patched"
+    run("patch", host, folder, "--set", "sigma=8", "--set", "num_samples=6", "--set", "layers=[1]")
+    return folder

@@ -6,6 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+from decode import Recorder
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -34,3 +37,15 @@ def test_decode_recipe(tmp_path):
     assert all(float(row["attention"]) < float(row["step"]) for row in rows if row["run"] == "step")
     assert (tmp_path / "decode.md").read_text().count("\n| ") == 4
     assert (tmp_path / "decode.png").stat().st_size > 10_000
+
+
+def test_a_line_of_the_stream_ends(capsys):
+    """A streamer decodes the line at hand for every token: one that never ended would look like a slow model."""
+    recorder = Recorder(64)
+    for token in range(1, 64):
+        recorder.put(torch.tensor([token]))
+        assert len(recorder.token_cache) <= 17  # a release may keep the last token of the line before
+    recorder.end()
+    assert len(recorder.times) == 63
+    assert recorder.characters == len("".join(f"w{token} " for token in range(1, 64)))
+    assert capsys.readouterr().out == ""

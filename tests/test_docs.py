@@ -26,8 +26,6 @@ except ImportError:  # Python 3.10: pip's own copy
     from pip._vendor import tomli as tomllib
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "recipes"))
-
 from experiment.arms import poslsh_config  # noqa: E402
 from experiment.settings import load_settings  # noqa: E402
 

@@ -3,18 +3,14 @@
 import csv
 import json
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from evaluate import main
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
-
-from evaluate import main
 
 from hf_poslsh.evaluation import (
     answered_by_generation,

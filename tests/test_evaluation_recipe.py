@@ -13,15 +13,12 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from rich.console import Console
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
-
 from evaluate import main
 from experiment.corpus import train_tokenizer
 from experiment.evaluating import evaluate_checkpoint
 from experiment.settings import EvaluationSettings
 from experiment.sources import Text, read_texts
+from rich.console import Console
 
 from hf_poslsh import PosLSHConfig, patch_model
 from hf_poslsh.testing import tiny_model

@@ -3,7 +3,6 @@
 import copy
 import json
 import shutil
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,10 +11,6 @@ import torch
 import yaml
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
-from transformers import AutoModelForCausalLM
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
-
 from experiment import preparing
 from experiment.arms import adapt, build_model, check_arms, model_config, poslsh_config
 from experiment.files import finish_folder, partial_folder, read_json, write_json, write_text
@@ -23,6 +18,7 @@ from experiment.publishing import check_names
 from experiment.report import model_card
 from experiment.settings import ArmSettings, ModelSettings, SourceSettings, load_settings
 from experiment.sources import read_splits, read_texts
+from transformers import AutoModelForCausalLM
 
 from hf_poslsh.testing import tiny_model
 

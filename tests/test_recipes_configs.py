@@ -4,16 +4,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
-from accelerate.state import AcceleratorState, GradientState
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
-
 import tiny
 import train
+import yaml
+from accelerate.state import AcceleratorState, GradientState
 from experiment.files import read_json
 from experiment.settings import load_settings
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 CONFIGS = Path(__file__).parent.parent / "recipes" / "configs"
 LARGE = ["qwen3_0.6b", "mistral_7b_lora", "mistral_7b_full", "llama4_scout"]

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +9,10 @@ import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader
 from datasets import Dataset
-from torch.utils.data import DataLoader
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
-
 from experiment.corpus import EvenSequences, PackedSequences, Sequences, encode, train_tokenizer
 from experiment.settings import DataSettings, SourceSettings
 from experiment.sources import Text, read_splits, read_texts
+from torch.utils.data import DataLoader
 
 from hf_poslsh import PosLSHConfig, patch_model
 from hf_poslsh.testing import tiny_model

@@ -13,8 +13,6 @@ from hub_server import Hub, connected
 from rich.console import Console
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "recipes"))
-
 from experiment.publishing import publish  # noqa: E402
 from experiment.settings import Settings, build  # noqa: E402
 

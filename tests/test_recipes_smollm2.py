@@ -2,18 +2,14 @@
 
 import json
 import sys
-from pathlib import Path
 
 import gguf
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
-
 import smollm2
+import torch
 from experiment.corpus import train_tokenizer
 from experiment.sources import Text
+from transformers import LlamaConfig, LlamaForCausalLM
 
 NAMES = {
     "input_layernorm": "attn_norm",

@@ -15,6 +15,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, pipeline
 
 from hf_poslsh import PosLSHConfig, patch_model, poslsh, unpatch_model
+from hf_poslsh.models import families
 from hf_poslsh.testing import FAMILIES, tiny_model
 
 METHOD = PosLSHConfig(sigma=SIGMA, num_samples=6, layers=[1], rope="drop", sink_tokens=1, seed=4)
@@ -251,3 +252,30 @@ def test_auto_tables_know_what_the_host_has(family):
 
     for names in (lora, tokenizers):
         assert names[f"poslsh_{family}"] == names[family]
+
+
+def test_no_class_bears_a_name_of_transformers():
+    """transformers finds tokenizers, heads and quantizers by ``__name__``: an equal name would get the stock ones."""
+    ours = [made for family in families.FAMILIES for made in family.classes.values()]
+    assert len(ours) > 12
+    for made in ours:
+        assert not hasattr(transformers, made.__name__)
+        assert made.__module__ == "hf_poslsh.models.families"
+
+
+def test_layer_types_do_not_turn_a_mistral_into_something_else(tmp_path):
+    """Of a config.json of "mistral" that has layer_types, transformers makes another model, which obeys them."""
+    model = tiny_model("mistral", sliding_window=5, layer_types=["full_attention", "sliding_attention"])
+    before = logits(model, IDS)
+    model.save_pretrained(tmp_path / "stock")
+    converted = AutoModelForCausalLM.from_pretrained(tmp_path / "stock")
+    assert type(converted).__name__ == "MinistralForCausalLM"
+    assert not torch.allclose(logits(converted, IDS), before, atol=1e-3)
+    with pytest.raises(ValueError, match=r"MinistralForCausalLM; supported .* MistralForCausalLM"):
+        patch_model(converted)
+    patch_model(model, bias="none")
+    torch.testing.assert_close(logits(model, IDS), before)
+    model.save_pretrained(tmp_path / "patched")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "patched")
+    assert type(loaded) is type(model)
+    assert torch.equal(logits(loaded, IDS), logits(model, IDS))
