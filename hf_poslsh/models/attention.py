@@ -63,8 +63,11 @@ def _context(module: nn.Module, kwargs: dict[str, Any]) -> Context:
 
 
 def host_limits(config: Any, layer: int) -> tuple[int | None, int | None]:
-    """The host's own sliding window and attention chunk of a layer, in positions, or None."""
-    layer_types = getattr(config, "layer_types", None)
+    """The host's own sliding window and attention chunk of a layer, in positions, or None.
+
+    ``layer_types`` counts where the host's config class knows it: Mistral's attention never reads one.
+    """
+    layer_types = config.layer_types if hasattr(type(config), "layer_types") else None
     kind = "sliding_attention" if layer_types is None else layer_types[layer]
     window = getattr(config, "sliding_window", None) if kind == "sliding_attention" else None
     chunk = getattr(config, "attention_chunk_size", None) if kind == "chunked_attention" else None
