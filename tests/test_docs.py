@@ -55,7 +55,7 @@ def pages_with(language):
     return [pytest.param(page, id=name_of(page)) for page in PAGES if blocks(page, language)]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def hub(tmp_path_factory):
     """A folder in which the Hub's names are folders with tiny checkpoints, so that the real loading code runs."""
     folder = tmp_path_factory.mktemp("hub")

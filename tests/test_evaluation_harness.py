@@ -40,7 +40,7 @@ metric_list:
 COMMAND = "python -m lm_eval run --model hf --model_args pretrained=CHECKPOINT,trust_remote_code=True --tasks TASK"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("harness")
     alphabet = ["<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())]

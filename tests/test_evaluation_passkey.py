@@ -26,7 +26,7 @@ from hf_poslsh.testing import tiny_model
 SIZE = 260
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def tokenizer():
     """Characters, after a beginning of sequence."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

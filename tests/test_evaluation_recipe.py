@@ -28,7 +28,7 @@ TEXT = "austen-northanger-abbey.txt"
 REQUEST = {"lengths": [64, 100], "targets": 2560, "targets_per_window": 32}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):
     """Two arms by two seeds of tiny models with random weights, as recipes/train.py leaves them."""
     folder = tmp_path_factory.mktemp("checkpoints")
@@ -52,7 +52,7 @@ def checkpoints(tmp_path_factory):
     return paths
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def report(checkpoints, tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
     evaluate(*checkpoints, "--output_dir", folder, "--set", "position_length=256", "--set", "position_passes=16")

@@ -51,7 +51,7 @@ def logits(model):
         return model(IDS).logits
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):
     root = tmp_path_factory.mktemp("checkpoints")
     for family in FAMILIES:
@@ -59,7 +59,7 @@ def checkpoints(tmp_path_factory):
     return root
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def right():
     return {family: logits(patch_model(tiny_model(family), METHOD)) for family in FAMILIES}
 

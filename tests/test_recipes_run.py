@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from experiment.publishing import publish
+from experiment.settings import Settings, build
 from hub_server import Hub, connected
 from rich.console import Console
 
 ROOT = Path(__file__).parent.parent
-from experiment.publishing import publish  # noqa: E402
-from experiment.settings import Settings, build  # noqa: E402
+pytestmark = pytest.mark.xdist_group("recipes_run")  # they share two runs of half a minute
 
 SMOKE = "recipes/configs/smoke.yaml"
 TWO_PROCESSES = ["--config_file", "recipes/accelerate/cpu_2_processes.yaml", "--main_process_port", "0"]
@@ -27,7 +28,11 @@ def python(*arguments, timeout=300, env=None):
 
 
 def launch(*arguments):
-    done = python("-m", "accelerate.commands.launch", *arguments)
+    return succeed("-m", "accelerate.commands.launch", *arguments)
+
+
+def succeed(*arguments):
+    done = python(*arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
@@ -39,7 +44,7 @@ def strictly_parsed(path):
     return json.loads(path.read_text(), parse_constant=refuse)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def output(tmp_path_factory):
     folder = tmp_path_factory.mktemp("recipes") / "smoke"
     done = launch("recipes/train.py", "--config", SMOKE, "--output_dir", folder)
@@ -94,12 +99,13 @@ def test_the_card_shows_the_numbers_of_the_results(output):
         assert f"| {name} | {row} |" in card
 
 
-@pytest.mark.parametrize("arm", ["plsh", "rope"])
-def test_evaluating_a_checkpoint_again_gives_the_same_numbers(output, tmp_path, arm):
-    launch("recipes/evaluate.py", output / arm, "--output_dir", tmp_path / "again")
+def test_evaluating_checkpoints_again_gives_the_same_numbers(output, tmp_path):
+    launch("recipes/evaluate.py", output / "plsh", output / "rope", "--output_dir", tmp_path / "again")
     again, results = strictly_parsed(tmp_path / "again/results.json"), strictly_parsed(output / "results.json")
-    assert again["arms"][arm]["lengths"] == results["arms"][arm]["lengths"]
     assert again["protocol"] == results["protocol"]
+    assert list(again["arms"]) == ["plsh", "rope"]
+    for arm, content in again["arms"].items():
+        assert content["lengths"] == results["arms"][arm]["lengths"]
 
 
 def test_two_processes_train_and_evaluate_as_one_does(output, tmp_path):
@@ -120,7 +126,7 @@ def test_finished_arms_are_skipped_and_missing_ones_are_made(output, tmp_path):
     shutil.copytree(output, folder)
     for path in (folder / "rope", folder / "plsh/evaluation.json", folder / "results.json"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    done = launch("recipes/train.py", "--config", SMOKE, "--output_dir", folder, "--resume")
+    done = succeed("recipes/train.py", "--config", SMOKE, "--output_dir", folder, "--resume")
     assert "train rope" in done.stdout
     assert "train plsh" not in done.stdout
     before, after = (strictly_parsed(path / "results.json")["arms"] for path in (output, folder))
@@ -128,7 +134,7 @@ def test_finished_arms_are_skipped_and_missing_ones_are_made(output, tmp_path):
     assert after["rope"]["lengths"] == before["rope"]["lengths"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def adapted(output, tmp_path_factory):
     """A fine-tune of an arm of the smoke test: as it is, and with an adapter on a patched model."""
     folder = tmp_path_factory.mktemp("recipes") / "adapted"
@@ -140,7 +146,7 @@ def adapted(output, tmp_path_factory):
         "arms=[{name: as-is, train: false, poslsh: null}, {name: plsh, poslsh: {sigma: 16, sink_tokens: 1}}]",
     )
     overrides = [text for change in changes for text in ("--set", change)]
-    launch("recipes/train.py", "--config", SMOKE, "--output_dir", folder, *overrides)
+    succeed("recipes/train.py", "--config", SMOKE, "--output_dir", folder, *overrides)
     return folder
 
 
@@ -161,7 +167,7 @@ def test_a_pretrained_model_is_evaluated_as_it_is_and_adapted(output, adapted):
 
 
 def test_evaluating_an_adapter_again_gives_the_same_numbers(adapted, tmp_path):
-    launch("recipes/evaluate.py", adapted / "plsh", "--output_dir", tmp_path / "again")
+    succeed("recipes/evaluate.py", adapted / "plsh", "--output_dir", tmp_path / "again")
     results = strictly_parsed(adapted / "results.json")["arms"]["plsh"]
     assert strictly_parsed(tmp_path / "again/results.json")["arms"]["plsh"]["lengths"] == results["lengths"]
 
@@ -207,17 +213,11 @@ def test_every_arm_is_published_with_the_results_of_all(output, tmp_path):
         assert "poslsh" not in json.loads(hub.files("user/smoke-rope")["config.json"])["model_type"]
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("training.stepps=3", "error: unknown keys in training: stepps; the known ones are steps, length,"),
-        ("arms=[{name: a, poslsh: null}, {name: b, poslsh: {bias: alibbi}}]", "error: arm 'b': bias is 'alibbi'"),
-    ],
-)
-def test_a_bad_config_ends_with_one_clear_line_before_any_training(tmp_path, override, message):
-    done = python("recipes/train.py", "--config", SMOKE, "--output_dir", tmp_path / "out", "--set", override)
+def test_a_bad_config_ends_with_one_clear_line_before_any_training(tmp_path):
+    bad = "arms=[{name: a, poslsh: null}, {name: b, poslsh: {bias: alibbi}}]"
+    done = python("recipes/train.py", "--config", SMOKE, "--output_dir", tmp_path / "out", "--set", bad)
     assert done.returncode == 2
-    assert message in done.stderr
+    assert "error: arm 'b': bias is 'alibbi'" in done.stderr
     assert "Traceback" not in done.stderr + done.stdout
     assert "train" not in done.stdout
     assert not (tmp_path / "out").exists()
@@ -237,7 +237,7 @@ def test_evaluation_on_another_text_must_be_asked_for(output, tmp_path):
     assert wrong.returncode == 2
     assert "is not the text this checkpoint was evaluated on" in wrong.stderr
     assert "Traceback" not in wrong.stderr
-    launch(
+    succeed(
         "recipes/evaluate.py",
         output / "rope",
         *("--data_dir", tmp_path, "--text", "austen-northanger-abbey.txt"),
@@ -289,7 +289,7 @@ if accelerator.is_main_process:
 def test_the_loss_weights_tokens_not_processes(tmp_path):
     script = tmp_path / "uneven.py"
     script.write_text(UNEVEN)
-    launch(script, tmp_path / "one.pt")
+    succeed(script, tmp_path / "one.pt")
     launch(*TWO_PROCESSES, script, tmp_path / "two.pt")
     (processes_1, loss_1, state_1), (processes_2, loss_2, state_2) = (
         torch.load(tmp_path / name) for name in ("one.pt", "two.pt")

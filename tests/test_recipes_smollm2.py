@@ -24,7 +24,7 @@ NAMES = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def llama():
     torch.manual_seed(0)
     return LlamaForCausalLM(
@@ -44,14 +44,14 @@ def llama():
     ).eval()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def tokenizer():
     text = "It is a truth universally acknowledged, in 1813 as in 2026.\n" * 3
     words = " ".join(f"{first}{second}ing" for first in "bcdfghjk" for second in ("a", "ee", "oo"))
     return train_tokenizer([Text("text", text + words)], 300)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def file(llama, tokenizer, tmp_path_factory):
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     config, writer = llama.config, gguf.GGUFWriter(path, "llama")

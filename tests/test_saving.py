@@ -55,7 +55,7 @@ def in_fresh_process(checkpoints, plugin, *codes):
     return [{family: answer[HOST[family]] for family in checkpoints} for answer in answers]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):
     root = tmp_path_factory.mktemp("checkpoints")
     for family in FAMILIES:
@@ -63,7 +63,7 @@ def checkpoints(tmp_path_factory):
     return {family: root / family for family in FAMILIES}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def expected():
     return {family: logits(patch_model(tiny_model(family, **LIMITED[family]), METHOD), IDS) for family in FAMILIES}
 
