@@ -334,19 +334,20 @@ def test_files_are_replaced_in_one_step(tmp_path):
 # --- model card
 
 
-def test_the_card_holds_every_number_and_valid_metadata():
+def results(steps=(1, 1), **changes):
+    """What two arms leave, the first of them patched."""
+
     def summary(perplexity):
         return {"perplexity": perplexity, "loss": 1.0, "top_1_accuracy": 0.25, "tokens_scored": 8, "context": [1, 2]}
 
-    training = {
-        "parameters": 10,
-        "steps": 1,
-        "tokens": 64,
-        "final_loss": 5.0,
-        "seconds": 1.0,
-        "tokens_per_second": 64.0,
-    }
-    results = {
+    def training(steps):
+        figures = {"final_loss": 5.0, "seconds": 1.0, "tokens_per_second": 64.0} if steps else {}
+        return {"parameters": 10, "steps": steps, "tokens": 64 * steps, **figures}
+
+    settings = load_settings(SMOKE).to_dict()
+    for name, change in changes.items():
+        settings[name] = change if settings[name] is None else settings[name] | change
+    content = {
         "name": "an experiment",
         "seed": 7,
         "versions": {"torch": "2"},
@@ -356,13 +357,17 @@ def test_the_card_holds_every_number_and_valid_metadata():
             "targets_per_window": 4,
             "texts": [{"name": "novel.txt", "sha256": "0", "tokens": 99}],
         },
-        "settings": load_settings(SMOKE).to_dict(),
+        "settings": settings,
         "arms": {
-            "plsh": {"poslsh": {"rope": "drop"}, "training": training, "lengths": {"64": summary(131.25)}},
-            "rope": {"poslsh": None, "training": training, "lengths": {"64": summary(188.04)}},
+            "plsh": {"poslsh": {"rope": "drop"}, "training": training(steps[0]), "lengths": {"64": summary(131.25)}},
+            "rope": {"poslsh": None, "training": training(steps[1]), "lengths": {"64": summary(188.04)}},
         },
     }
-    card = model_card(json.loads(json.dumps(results)))
+    return json.loads(json.dumps(content))
+
+
+def test_the_card_holds_every_number_and_valid_metadata():
+    card = model_card(results())
     assert "| arm | 64 |\n|---|---:|\n| plsh | 131.2 |\n| rope | 188.0 |\n" in card.content
     assert "| plsh | 25.00 |" in card.content
     assert "seed (7)" in card.content
@@ -374,6 +379,29 @@ def test_the_card_holds_every_number_and_valid_metadata():
     assert "{{" not in card.content
     assert "{%" not in card.content
     assert [card.data.license, card.data.language] == ["apache-2.0", "en"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "peft", "folder", "loader"),
+    [
+        ((1, 1), None, "plsh", "AutoModelForCausalLM"),
+        ((0, 1), None, "rope", "AutoModelForCausalLM"),
+        ((1, 1), {"r": 2}, "plsh", "load_adapter"),
+        ((0, 1), {"r": 2}, "rope", "AutoPeftModelForCausalLM"),
+        ((0, 0), {"r": 2}, None, None),
+    ],
+)
+def test_the_card_shows_how_to_load_what_was_trained(steps, peft, folder, loader):
+    changes = {} if peft is None else {"model": {"pretrained": "org/base"}, "peft": peft}
+    content = model_card(results(steps, **changes)).content
+    assert ("of no use for writing" in content) == (peft is None)
+    assert ("## Use" in content) == (folder is not None)
+    if folder is not None:
+        code = content.split("```python\n")[1].split("```")[0]
+        compile(code, "card", "exec")
+        assert f'folder = "{folder}"\n' in code
+        assert f"{loader}{'' if loader == 'load_adapter' else '.from_pretrained'}(folder)" in code
+        assert f"`python recipes/evaluate.py {folder}` repeats" in content
 
 
 def test_names_that_the_hub_would_refuse_are_found_before_training(monkeypatch):
