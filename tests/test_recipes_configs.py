@@ -7,7 +7,9 @@ import pytest
 import tiny
 import train
 import yaml
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from experiment import console
 from experiment.files import read_json
 from experiment.settings import load_settings
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -96,3 +98,17 @@ def run_twin(name, arms, tmp_path, monkeypatch):
         assert list(figures["lengths"]) == ["64", "80", "96", "128"]
         adapter = (tmp_path / "out" / arm / "adapter_model.safetensors").exists()
         assert adapter == ("peft" in fields)
+
+
+def test_the_files_of_trackers_lie_in_the_output_folder(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(console, "filter_trackers", lambda names, folder: names)
+    accelerator = Accelerator()
+    monkeypatch.setattr(accelerator, "init_trackers", lambda title, **options: calls.append((title, options)))
+    console.start_trackers(accelerator, [], "none", tmp_path / "none", {})
+    console.start_trackers(accelerator, ["wandb"], "title", tmp_path / "logs", {"seed": 0})
+    settings = {"settings": '{"seed": 0}'}
+    assert calls == [("title", {"config": settings, "init_kwargs": {"wandb": {"dir": str(tmp_path / "logs")}}})]
+    assert [path.name for path in tmp_path.iterdir()] == ["logs"]
+    assert accelerator.log_with == ["wandb"]
+    assert accelerator.project_configuration.logging_dir == str(tmp_path / "logs")

@@ -40,11 +40,13 @@ def start_run() -> tuple[Accelerator, Console]:
 
 
 def start_trackers(accelerator: Accelerator, names: Sequence[str], title: str, folder: Path, settings: Any) -> None:
-    """Opens the trackers that get the losses; their files are in ``folder``."""
+    """Opens the trackers that get the losses; their files are in ``folder``, trackio's where TRACKIO_DIR says."""
     if names:
+        folder.mkdir(parents=True, exist_ok=True)  # without it W&B writes to a temporary one
         accelerator.project_configuration.set_directories(str(folder))
         accelerator.log_with = filter_trackers(list(names), str(folder))
-        accelerator.init_trackers(title, config={"settings": json.dumps(settings)})
+        options = {"wandb": {"dir": str(folder)}}
+        accelerator.init_trackers(title, config={"settings": json.dumps(settings)}, init_kwargs=options)
 
 
 def check_trackers(names: Sequence[str]) -> None:
