@@ -1,3 +1,4 @@
+import gc
 import os
 import socket
 import sys
@@ -50,6 +51,24 @@ from hf_poslsh.testing import FAMILIES, tiny_model  # noqa: E402
 @pytest.fixture(params=FAMILIES)
 def family(request):
     return request.param
+
+
+def settle():
+    """What is alive now is left alone by the garbage collector.
+
+    A collection takes a second per half a million objects, which torch and transformers have after their import;
+    Trainer and accelerate ask for one again and again.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_collection_finish():
+    settle()
+
+
+def pytest_runtest_logfinish():
+    settle()
 
 
 def first_by_default(*parameters):

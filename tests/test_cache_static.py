@@ -80,6 +80,17 @@ def test_forwards_of_any_length(family, sinks):
         cache.reset()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(family, dtype):
+    model, ids = patched(family).to(dtype), random_ids(2, 120)
+    expected = full_logits(model, ids)
+    rounding = 4 * torch.finfo(dtype).eps * expected.abs().max().item()
+    for cache in (None, ring_cache(model)):
+        got, cache = steps(model, ids, (50, 1, 1, 7, 30, 1, 1, 29), cache)
+        assert {layer.keys.dtype for layer in cache.layers} == {got.dtype} == {dtype}
+        torch.testing.assert_close(got, expected, atol=rounding, rtol=0)
+
+
 @both_sinks
 def test_holes_in_the_padding_mask_take_no_room(family, sinks):
     ids, mask = random_ids(2, 110), torch.ones(2, 110, dtype=torch.long)

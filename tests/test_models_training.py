@@ -6,7 +6,7 @@ import peft
 import pytest
 import torch
 import transformers
-from conftest import first_by_default, random_ids
+from conftest import random_ids
 from huggingface_hub import ModelCard
 from oracles import SIGMA
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
@@ -115,7 +115,6 @@ def test_trainer_in_bfloat16_autocast(family, tmp_path):
     assert losses == pytest.approx(by_hand(patched(family)), rel=0.02)
 
 
-@pytest.mark.parametrize("family", first_by_default(*FAMILIES))
 def test_trainer_draws_fresh_masks_each_step_with_the_callback(family, tmp_path):
     fixed = train(patched(family), tmp_path, learning_rate=0.0)
     model = patched(family, resample="step")
@@ -281,7 +280,7 @@ def test_label_smoothing_knows_the_class(family):
     assert type(patched(family)).__name__ in names.values()
 
 
-@pytest.mark.parametrize("family", first_by_default(*FAMILIES))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_training_compiles_without_a_graph_break(family):
     model = patch_model(tiny_model(family)).train()
     ids = torch.arange(66).view(2, 33) % 60
