@@ -13,9 +13,9 @@ from experiment.publishing import publish
 from experiment.settings import Settings, build
 from hub_server import Hub, connected
 from rich.console import Console
+from test_evaluation_recipe import evaluate
 
 ROOT = Path(__file__).parent.parent
-pytestmark = pytest.mark.xdist_group("recipes_run")  # they share two runs of half a minute
 
 SMOKE = "recipes/configs/smoke.yaml"
 TWO_PROCESSES = ["--config_file", "recipes/accelerate/cpu_2_processes.yaml", "--main_process_port", "0"]
@@ -167,7 +167,7 @@ def test_a_pretrained_model_is_evaluated_as_it_is_and_adapted(output, adapted):
 
 
 def test_evaluating_an_adapter_again_gives_the_same_numbers(adapted, tmp_path):
-    succeed("recipes/evaluate.py", adapted / "plsh", "--output_dir", tmp_path / "again")
+    evaluate(adapted / "plsh", "--output_dir", tmp_path / "again")
     results = strictly_parsed(adapted / "results.json")["arms"]["plsh"]
     assert strictly_parsed(tmp_path / "again/results.json")["arms"]["plsh"]["lengths"] == results["lengths"]
 
@@ -231,14 +231,13 @@ def test_a_bad_config_fails_under_the_launcher_too(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_evaluation_on_another_text_must_be_asked_for(output, tmp_path):
+def test_evaluation_on_another_text_must_be_asked_for(output, tmp_path, capsys):
     (tmp_path / "austen-northanger-abbey.txt").write_text("It was a dark and stormy night. " * 200)
-    wrong = python("recipes/evaluate.py", output / "rope", "--data_dir", tmp_path)
-    assert wrong.returncode == 2
-    assert "is not the text this checkpoint was evaluated on" in wrong.stderr
-    assert "Traceback" not in wrong.stderr
-    succeed(
-        "recipes/evaluate.py",
+    with pytest.raises(SystemExit) as stopped:
+        evaluate(output / "rope", "--data_dir", tmp_path)
+    assert stopped.value.code == 2
+    assert "is not the text this checkpoint was evaluated on" in capsys.readouterr().err
+    evaluate(
         output / "rope",
         *("--data_dir", tmp_path, "--text", "austen-northanger-abbey.txt"),
         *("--set", "lengths=[32,48]", "--set", "targets_per_window=16", "--set", "targets=64"),

@@ -14,10 +14,9 @@ ROOT = Path(__file__).parent.parent
 CONFIG = "recipes/configs/convergence.yaml"
 
 
-def launch(*arguments):
-    command = [sys.executable, "-m", "accelerate.commands.launch", "recipes/convergence.py", "--config", CONFIG]
+def launch(*arguments, launcher=("-m", "accelerate.commands.launch")):
+    command = [sys.executable, *launcher, "recipes/convergence.py", "--config", CONFIG, *map(str, arguments)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    command += map(str, arguments)
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
@@ -56,7 +55,7 @@ def test_every_config_that_ships_is_valid(path, monkeypatch):
 
 
 def test_wrong_settings_end_with_a_message(tmp_path):
-    done = launch("--output_dir", tmp_path, "--set", "samplers=[halton]")
+    done = launch("--output_dir", tmp_path, "--set", "samplers=[halton]", launcher=())
     assert done.returncode != 0
     assert "choose from iid, staggered" in done.stderr
 

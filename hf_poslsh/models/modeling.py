@@ -99,6 +99,9 @@ class _PatchedModel(_HostModel):
 def check_whole(model: nn.Module) -> None:
     """Checks that no unpatched model of transformers holds this one: it would save a checkpoint without the method.
 
+    A module does not know what holds it, so that all objects of the process are looked at (a quarter of a second per
+    million), but for those that ``gc.freeze`` has put aside.
+
     Raises:
         ValueError: one does.
     """
