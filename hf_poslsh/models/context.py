@@ -105,9 +105,9 @@ def place_tokens(
     if padding_mask is None:
         rank = slot[None]
     else:
-        # Integers are padded, not truth values: torch 2.13 compiles the latter to C++ that is no C++.
-        real = (padding_mask.to(device) != 0).long()
-        exists = exists & (torch.nn.functional.pad(real, (0, max(slots - real.shape[1], 0)))[:, :slots] == 1)
+        # Without a comparison of the lengths, on which a compiled graph would depend.
+        real, length = padding_mask.to(device) != 0, padding_mask.shape[1]
+        exists = exists & (slot < length) & real.index_select(1, slot.clamp_max(length - 1))
         rank = exists.cumsum(-1) - 1
     query_rank = rank.index_select(1, query_slots)
     query_exists = exists.index_select(1, query_slots)
