@@ -82,7 +82,8 @@ def patch_model(model: Model, config: PosLSHConfig | None = None, **fields: Any)
     if family is None:
         raise ValueError(
             f"cannot patch a {type(target).__name__}; supported are exactly {supported_models()}. Patch before "
-            "torch.compile, DistributedDataParallel, FSDP or other wrappers."
+            "torch.compile, DistributedDataParallel, FSDP or other wrappers; hf_poslsh.register_family adds a model "
+            "type."
         )
     if any(module.__dict__.get("_compiled_call_impl") for module in target.modules()):
         raise ValueError(f"this {type(target).__name__} is compiled (model.compile()); patch it first, then compile.")
