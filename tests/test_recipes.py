@@ -84,7 +84,8 @@ def test_demo_evaluates_at_lengths_that_its_fixed_blocks_do_not_divide():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("trainning.steps=3", "no section 'trainning'"),
+        ("trainning.steps=3", "unknown keys in the config: trainning"),
+        ("seed.steps=3", "'seed' is 0, which has no keys"),
         ("training.stepps=3", "unknown keys in training: stepps; the known ones are steps, length"),
         ("speed=3", "unknown keys in the config: speed; the known ones are name, output_dir"),
         ("training={steps: 3}", "missing keys in training: batch_size, learning_rate, length"),
@@ -402,6 +403,12 @@ def test_the_card_shows_how_to_load_what_was_trained(steps, peft, folder, loader
         assert f'folder = "{folder}"\n' in code
         assert f"{loader}{'' if loader == 'load_adapter' else '.from_pretrained'}(folder)" in code
         assert f"`python recipes/evaluate.py {folder}` repeats" in content
+
+
+def test_a_section_that_the_file_leaves_out_can_be_set():
+    path = RECIPES / "configs" / "qwen3_0.6b_cpu.yaml"
+    assert "card" not in yaml.safe_load(path.read_text())
+    assert load_settings(str(path), ["card.base_model=user/name"]).card == {"base_model": "user/name"}
 
 
 def test_names_that_the_hub_would_refuse_are_found_before_training(monkeypatch):

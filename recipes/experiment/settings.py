@@ -311,16 +311,16 @@ def override(fields: dict[str, Any], text: str) -> None:
     """Applies ``section.key=value``, the value in YAML, to a nested mapping in place.
 
     Raises:
-        ValueError: the text has no such form or names no section.
+        ValueError: the text has no such form, or what it calls a section is none.
     """
     path, equals, value = text.partition("=")
     if not equals:
         raise ValueError(f"--set {text!r} has no '='; write --set training.steps=10.")
     *sections, key = path.split(".")
     for section in sections:
-        inner = fields.get(section)
+        inner = fields.setdefault(section, {})  # one that the file leaves out is complete by its defaults
         if not isinstance(inner, dict):
-            raise ValueError(f"--set {text!r}: there is no section {section!r}.")
+            raise ValueError(f"--set {text!r}: {section!r} is {inner!r}, which has no keys.")
         fields = inner
     try:
         fields[key] = yaml.safe_load(value)
