@@ -71,11 +71,6 @@ def pytest_runtest_logfinish():
     settle()
 
 
-def first_by_default(*parameters):
-    """All of them, but only the first without ``-m slow``: for tests that take many seconds each."""
-    return [parameters[0], *(pytest.param(parameter, marks=pytest.mark.slow) for parameter in parameters[1:])]
-
-
 @pytest.fixture
 def ids():
     """Two rows of 24 tokens; 0 is the padding token and does not occur."""

@@ -164,7 +164,7 @@ def test_micro_batches_train_as_one_large_batch_does(smoke, tmp_path, monkeypatc
     whole, report, _ = run(smoke, tmp_path / "whole", settings, uneven(12))
     settings.micro_batch_size = size
     parts, report_of_parts, _ = run(smoke, tmp_path / "parts", settings, uneven(12))
-    assert report_of_parts["final_loss"] == pytest.approx(report["final_loss"], rel=1e-4)
+    assert report_of_parts["final_loss"] == pytest.approx(report["final_loss"], rel=5e-5)
     initial = build_model(model_config(smoke.model, 512, 0), smoke, smoke.arms[0]).state_dict()
     assert any(not torch.allclose(initial[name], whole[name], atol=1e-3) for name in whole)
     for name, tensor in whole.items():
