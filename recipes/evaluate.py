@@ -53,16 +53,22 @@ def main() -> None:
     parser.add_argument("--data_dir", help="where the texts are; recipes/data by default")
     parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="override, e.g. lengths=[512,8192]")
     parser.add_argument("--output_dir", help="folder for the report and the scores of every token")
-    parser.add_argument("--reference", help="arm that the others are compared with; the first by default")
+    parser.add_argument(
+        "--reference",
+        action="append",
+        metavar="ARM",
+        help="arm that the others are compared with, the first by default; may be given several times",
+    )
     parser.add_argument("--name", default="Evaluation on held-out text", help="title of the report")
     arguments = parser.parse_args()
     accelerator, console = start_run()
     try:
         checkpoints = [read_checkpoint(path) for path in arguments.checkpoint]
         arms = group(checkpoints)
-        reference = arguments.reference or next(iter(arms))
-        if reference not in arms:
-            raise ValueError(f"--reference is {reference!r}, which is not among the arms {', '.join(arms)}.")
+        references = arguments.reference or [next(iter(arms))]
+        for reference in references:
+            if reference not in arms:
+                raise ValueError(f"--reference is {reference!r}, which is not among the arms {', '.join(arms)}.")
         settings, texts = read_request(checkpoints, arguments.text, arguments.data_dir, arguments.set or [])
         scored = {}
         for checkpoint in checkpoints:
@@ -74,7 +80,7 @@ def main() -> None:
         results = {
             "name": arguments.name,
             "versions": versions(accelerator.device),
-            **compare(runs, reference, settings),
+            **compare(runs, references, settings),
             "settings": {"evaluation": asdict(settings)},
         }
     except (ValueError, OSError) as error:
@@ -162,7 +168,7 @@ def read_request(
     return settings, texts
 
 
-def compare(runs: dict[str, list[Scored]], reference: str, settings: EvaluationSettings) -> dict[str, Any]:
+def compare(runs: dict[str, list[Scored]], references: list[str], settings: EvaluationSettings) -> dict[str, Any]:
     """``protocol``, ``arms`` and, where there are several, ``differences``: as ``write_results`` takes them.
 
     Raises:
@@ -172,25 +178,24 @@ def compare(runs: dict[str, list[Scored]], reference: str, settings: EvaluationS
     first = next(iter(every.values()))
     for part in first.parts():
         require_same_targets({name: run.parts()[part] for name, run in every.items()}, "checkpoints")
-    others = [arm for arm in runs if arm != reference]
     results: dict[str, Any] = {
         "protocol": first.protocol,
         "arms": {arm: summarize_runs(members, settings) for arm, members in runs.items()},
     }
-    if others:
+    if len(runs) > 1:
         results["differences"] = {
-            "reference": reference,
-            "arms": {
-                arm: {
-                    str(length): loss_difference(
-                        [run.lengths[length] for run in runs[arm]], [run.lengths[length] for run in runs[reference]]
-                    )
-                    for length in first.lengths
-                }
-                for arm in others
-            },
+            reference: {arm: minus(runs[arm], runs[reference]) for arm in runs if arm != reference}
+            for reference in references
         }
     return results
+
+
+def minus(runs: list[Scored], reference: list[Scored]) -> dict[str, Any]:
+    """What ``loss_difference`` returns, by length."""
+    return {
+        str(length): loss_difference(*([run.lengths[length] for run in of_arm] for of_arm in (runs, reference)))
+        for length in runs[0].lengths
+    }
 
 
 def save_scores(output: Path, checkpoint: Checkpoint, scored: Scored) -> None:

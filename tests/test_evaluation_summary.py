@@ -28,6 +28,7 @@ from hf_poslsh.evaluation import (
     resampling_units,
     rows_by_length,
     rows_by_position,
+    student_interval,
     summarize,
 )
 
@@ -262,6 +263,8 @@ def test_differences_are_paired():
         "units": 30,
         "runs": [pytest.approx(-0.125)],
         "runs_std": None,
+        "runs_interval": None,
+        "established": None,
     }
     assert np.diff(summarize([base])["intervals"]["loss"]) > 0.5
 
@@ -273,10 +276,37 @@ def test_differences_between_seeds_are_paired_by_seed():
     assert difference["runs"] == [0.5, -1.0]
     assert difference["runs_std"] == pytest.approx(1.5 / 2**0.5)
     assert difference["interval"] is None
+    assert difference["established"] is None
     uneven = loss_difference(a, b[:1])
-    assert (uneven["loss"], uneven["runs"], uneven["runs_std"]) == (1.5, None, None)
+    assert (uneven["loss"], uneven["runs"], uneven["runs_std"], uneven["runs_interval"]) == (1.5, None, None, None)
     with pytest.raises(ValueError, match="different targets"):
         loss_difference(a, [scores_of([1.0], document=[1])])
+
+
+def test_the_interval_over_seeds_is_students():
+    assert student_interval([1.0, 2.0, 3.0]) == pytest.approx((2 - 4.302653 / 3**0.5, 2 + 4.302653 / 3**0.5))  # t(2)
+    assert student_interval([1.0]) is None
+
+
+@pytest.mark.parametrize(
+    ("by_seed", "of_texts", "established"),
+    [
+        ([0.9, 1.0, 1.1], 0.0, True),
+        ([0.1, 1.0, 1.9], 0.0, False),  # 1 -+ 2.24: the seeds differ too much
+        ([0.9, 1.0, 1.1], 9.0, False),  # the texts do
+        ([-0.9, -1.0, -1.1], 0.0, True),
+    ],
+)
+def test_a_difference_is_established_against_other_texts_and_other_seeds(by_seed, of_texts, established):
+    base = uneven_documents(3)
+    noise = of_texts * np.random.default_rng(5).standard_normal(base.document.max() + 1)[base.document]
+    noise -= noise.mean()
+    runs = [scores_of(base.nll + difference + noise, document=base.document) for difference in by_seed]
+    difference = loss_difference(runs, [base] * 3)
+    assert difference["runs"] == pytest.approx(by_seed)
+    half = 4.302653 * abs(by_seed[2] - by_seed[1]) / 3**0.5
+    assert difference["runs_interval"] == pytest.approx([by_seed[1] - half, by_seed[1] + half])
+    assert difference["established"] is established
 
 
 # --- positions
@@ -321,15 +351,15 @@ def results():
             for arm, of_arm in runs.items()
         },
         "differences": {
-            "reference": "plsh",
-            "arms": {"rope": {length: loss_difference(runs["rope"], runs["plsh"]) for length in ("512", "700")}},
+            "plsh": {"rope": {length: loss_difference(runs["rope"], runs["plsh"]) for length in ("512", "700")}},
+            "rope": {"plsh": {length: loss_difference(runs["plsh"][:1], runs["rope"]) for length in ("512", "700")}},
         },
     }
 
 
 def test_rows_hold_every_figure_once(results):
     rows = rows_by_length(results)
-    assert len(rows) == 2 * 2 * 5 + 2
+    assert len(rows) == 2 * 2 * 5 + 2 * 2
     assert {len(row) for row in rows} == {12}
     (row,) = [row for row in rows if (row["arm"], row["length"], row["measure"]) == ("rope", 700, "loss")]
     summary = results["arms"]["rope"]["lengths"]["700"]
@@ -350,7 +380,10 @@ def test_the_report_shows_figure_interval_and_spread(results):
     summary = results["arms"]["rope"]["lengths"]["700"]
     low, high = summary["intervals"]["perplexity"]
     assert f"{summary['perplexity']:.1f} [{low:.1f}, {high:.1f}] ± 0.0 |" in report
-    assert "| rope | +1.000 [+1.000, +1.000] ± 0.000 | +1.000" in report
+    assert "| rope | **+1.000 [+1.000, +1.000] ± 0.000** | **+1.000" in report
+    assert "Bold: neither the interval over texts nor the 95% interval over the runs" in report
+    assert "| plsh | -1.000 [-1.000, -1.000] | -1.000" in report  # one run against two: no word on seeds
+    assert "what other seeds would give is not known" in report
     assert "95% interval by bootstrap over 30 documents" in report
     assert "standard deviation between 2 runs" in report
     assert "Protocol `same-targets`: the same tokens are scored at every length" in report

@@ -5,7 +5,7 @@ do not.
 """
 
 from hf_poslsh.evaluation.documents import Document, encode_document
-from hf_poslsh.evaluation.intervals import bootstrap_interval, resampling_units
+from hf_poslsh.evaluation.intervals import bootstrap_interval, resampling_units, student_interval
 from hf_poslsh.evaluation.passkey import (
     Passkey,
     answered_by_generation,
@@ -72,5 +72,6 @@ __all__ = [
     "score_windows",
     "single_pass_windows",
     "sliding_windows",
+    "student_interval",
     "summarize",
 ]

@@ -1,10 +1,12 @@
-"""Confidence intervals of token-weighted means: how much another sample of text would change a figure."""
+"""Confidence intervals: how much another sample of text, or another seed of training, would change a figure."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy import special
 
 from hf_poslsh.evaluation.scores import TokenScores
 
@@ -76,3 +78,18 @@ def bootstrap_interval(numerators: np.ndarray, denominators: np.ndarray, units: 
     above, below = sums @ draws.T
     low, high = np.quantile(above / below, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
+
+
+def student_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """The interval of the mean of independent, about normally distributed values, by Student's t.
+
+    Args:
+        values: n of them, e.g. one per seed of training.
+
+    Returns:
+        The lower and the upper end, ``mean -+ t(n - 1) * std / sqrt(n)``, or None for fewer than two values.
+    """
+    if len(values) < 2:
+        return None
+    half = special.stdtrit(len(values) - 1, (1 + LEVEL) / 2) * np.std(values, ddof=1) / len(values) ** 0.5
+    return float(np.mean(values) - half), float(np.mean(values) + half)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_poslsh.evaluation.intervals import bootstrap_interval, resampling_units
+from hf_poslsh.evaluation.intervals import bootstrap_interval, resampling_units, student_interval
 from hf_poslsh.evaluation.scores import TokenScores, require_same_targets
 
 
@@ -124,8 +124,10 @@ def loss_difference(runs: Sequence[TokenScores], reference: Sequence[TokenScores
             be compared run by run.
 
     Returns:
-        ``loss`` (the difference of the mean losses), ``interval`` (``[low, high]`` or None), ``resampled``,
-        ``units``, ``runs`` (each run's difference, None if the arms differ in the number of runs) and ``runs_std``.
+        ``loss`` (the difference of the mean losses), ``interval`` (over texts, ``[low, high]`` or None),
+        ``resampled``, ``units``, ``runs`` (each run's difference, None if the arms differ in the number of runs),
+        ``runs_std`` and ``runs_interval`` (over runs of training, Student's; None for fewer than two).
+        ``established``: neither interval holds 0; None where one of them is missing.
 
     Raises:
         ValueError: the arms scored different targets.
@@ -137,13 +139,19 @@ def loss_difference(runs: Sequence[TokenScores], reference: Sequence[TokenScores
     by_run = None
     if len(runs) == len(reference):
         by_run = [float((a.nll - b.nll).mean()) for a, b in zip(runs, reference, strict=True)]
+    over_runs = None if by_run is None else student_interval(by_run)
+    established = None
+    if interval is not None and over_runs is not None:
+        established = not any(low <= 0 <= high for low, high in (interval, over_runs))
     return {
         "loss": float(difference.mean()),
         "interval": None if interval is None else list(interval),
         "resampled": units.name,
         "units": units.count,
         "runs": by_run,
-        "runs_std": float(np.std(by_run, ddof=1)) if by_run is not None and len(by_run) > 1 else None,
+        "runs_std": None if by_run is None or over_runs is None else float(np.std(by_run, ddof=1)),
+        "runs_interval": None if over_runs is None else list(over_runs),
+        "established": established,
     }
 
 

@@ -8,14 +8,20 @@ from typing import Any
 from hf_poslsh.evaluation.intervals import LEVEL
 from hf_poslsh.evaluation.windows import PROTOCOLS
 
+_VERDICT = (
+    f"Bold: neither the interval over texts nor the {LEVEL:.0%} interval over the runs of training (Student's, "
+    "paired by seed) holds 0. Otherwise other texts or other seeds may turn the order."
+)
+_NO_VERDICT = "An interval that holds 0 shows no difference; what other seeds would give is not known."
+
 
 def rows_by_length(results: dict[str, Any]) -> list[dict[str, Any]]:
     """One row per arm, length and measure.
 
     Args:
         results: ``protocol`` (a mapping with ``name``) and ``arms``: for each, ``lengths``, what ``summarize``
-            returned by length. Optionally ``differences``: ``reference`` (an arm) and ``arms``: for each other arm,
-            what ``loss_difference`` returned by length; its measure is ``loss_minus_<reference>``.
+            returned by length. Optionally ``differences``: for each arm of reference and each other arm, what
+            ``loss_difference`` returned by length; its measure is ``loss_minus_<reference>``.
 
     Returns:
         Mappings with the keys ``protocol, arm, length, measure, value, low, high, resampled, units, runs, runs_std,
@@ -26,10 +32,10 @@ def rows_by_length(results: dict[str, Any]) -> list[dict[str, Any]]:
         for length, summary in content["lengths"].items():
             place = {"protocol": results["protocol"]["name"], "arm": arm, "length": int(length)}
             rows += [{**place, **row} for row in _rows(summary)]
-            difference = results.get("differences", {}).get("arms", {}).get(arm, {}).get(length)
-            if difference is not None:
-                name = f"loss_minus_{results['differences']['reference']}"
-                rows.append({**place, **_difference_row(name, difference), "tokens_scored": summary["tokens_scored"]})
+            for reference, others in results.get("differences", {}).items():
+                if arm in others:
+                    row = _difference_row(f"loss_minus_{reference}", others[arm][length])
+                    rows.append({**place, **row, "tokens_scored": summary["tokens_scored"]})
     return rows
 
 
@@ -95,15 +101,12 @@ def markdown_report(results: dict[str, Any]) -> str:
         ]
         heading = measure.replace("_", " ").replace("top ", "top-").capitalize()
         parts.append(f"## {heading}{unit}, by context length\n\n{_table(['arm', *lengths], rows)}")
-    differences = results.get("differences")
-    if differences:
-        rows = [
-            [arm, *(_difference_cell(of_arm[length]) for length in lengths)]
-            for arm, of_arm in differences["arms"].items()
-        ]
+    for reference, others in results.get("differences", {}).items():
+        rows = [[arm, *(_difference_cell(of_arm[length]) for length in lengths)] for arm, of_arm in others.items()]
+        judged = any(of_arm[lengths[0]]["established"] is not None for of_arm in others.values())
         parts.append(
-            f"## Loss minus that of {differences['reference']}, paired, by context length\n\n"
-            "Nats per token, below 0 where the arm is better. An interval that holds 0 shows no difference.\n\n"
+            f"## Loss minus that of {reference}, paired, by context length\n\n"
+            f"Nats per token, below 0 where the arm is better. {_VERDICT if judged else _NO_VERDICT}\n\n"
             f"{_table(['arm', *lengths], rows)}"
         )
     positions = {arm: content["positions"] for arm, content in arms.items() if content.get("positions")}
@@ -169,7 +172,8 @@ def _cell(summary: dict[str, Any], measure: str, digits: int, factor: float) -> 
 
 
 def _difference_cell(difference: dict[str, Any]) -> str:
-    return _text(difference["loss"], difference["interval"], difference["runs_std"], "+.3f", 1)
+    text = _text(difference["loss"], difference["interval"], difference["runs_std"], "+.3f", 1)
+    return f"**{text}**" if difference["established"] else text
 
 
 def _text(value: float, interval: Sequence[float] | None, std: float | None, how: str, factor: float) -> str:
