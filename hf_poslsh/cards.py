@@ -23,7 +23,7 @@ def eval_results(evaluation: Mapping[str, Any], suffix: str = "", source_url: st
         suffix: ends the name of every metric.
         source_url: page that the results are from. They are marked as ours then, for ``merge_card``.
     """
-    texts = ", ".join(text["name"] for text in evaluation["protocol"]["texts"])
+    texts = ", ".join(text["name"] for text in evaluation["protocol"]["texts"] if text["tokens_scored"])
     return [
         EvalResult(
             task_type="text-generation",

@@ -1,6 +1,7 @@
 """What is read and scored: windows against hand-computed cases, models whose every probability is known."""
 
 import math
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,6 +25,7 @@ from hf_poslsh.evaluation import (
     single_pass_windows,
     sliding_windows,
 )
+from hf_poslsh.evaluation.windows import even_shares
 from hf_poslsh.testing import tiny_model
 
 
@@ -102,7 +104,31 @@ def test_every_length_scores_the_same_targets_once_with_enough_context(per_windo
         assert min(min(w.contexts) for w in windows[length]) == length - per_window + 1
         sets.append(targets)
     assert sets[0] == sets[1] == sets[2]
-    assert {0, 2} <= {document for document, _ in sets[0]} <= {0, 2, 3}
+    shares = Counter(document for document, _ in sets[0])
+    assert sum(shares.values()) == 400 // per_window * per_window
+    assert shares[1] == 0  # too short
+    assert shares[3] == per_window  # one run is all it holds
+    assert abs(shares[0] - shares[2]) <= per_window
+
+
+def test_every_text_gives_as_many_targets_as_any_other():
+    windows = same_target_windows([50_000, 900, 2_000, 300], [512], targets=2048, targets_per_window=128)[512]
+    assert [w.document for w in windows] == [0] * 6 + [1] * 4 + [2] * 6  # 16 runs; the second holds four: 512..896
+    assert [w.end for w in windows if w.document == 1] == [512, 640, 768, 896]
+
+
+@pytest.mark.parametrize(
+    ("count", "room", "shares"),
+    [
+        (4, [9, 2, 9, 9], [1, 1, 1, 1]),
+        (2, [9, 9, 9, 9], [1, 0, 1, 0]),
+        (9, [9, 2, 0, 9], [4, 2, 0, 3]),
+        (99, [9, 2], [9, 2]),
+        (5, [0, 7], [0, 5]),
+    ],
+)
+def test_even_shares_by_hand(count, room, shares):
+    assert even_shares(count, room) == shares
 
 
 def test_targets_spread_over_the_document():

@@ -71,6 +71,7 @@ def test_arms_are_compared_over_their_seeds(report):
     assert results["protocol"]["name"] == "same-targets"
     assert results["protocol"]["tokens_scored"] == 2560
     assert results["protocol"]["begins_with"] is None
+    assert results["protocol"]["texts"][0]["tokens_scored"] == 2560
     assert results["protocol"]["texts"][0]["bytes"] == len(read_texts([TEXT], None)[0].content.encode())
     assert results["settings"]["evaluation"]["lengths"] == [64, 100]
     assert {"torch", "transformers", "hf_poslsh"} <= set(results["versions"])

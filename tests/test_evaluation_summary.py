@@ -342,7 +342,11 @@ def results():
     runs["rope"] = [scores_of(run.nll + 1, document=run.document) for run in runs["rope"]]
     return {
         "name": "A study",
-        "protocol": {"name": "same-targets", "texts": [{"name": "a.txt"}], "single_pass": {"length": 60}},
+        "protocol": {
+            "name": "same-targets",
+            "texts": [{"name": "a.txt", "tokens_scored": 9}],
+            "single_pass": {"length": 60},
+        },
         "arms": {
             arm: {
                 "lengths": {"512": summarize(of_arm), "700": summarize(of_arm)},
@@ -386,6 +390,7 @@ def test_the_report_shows_figure_interval_and_spread(results):
     assert "what other seeds would give is not known" in report
     assert "95% interval by bootstrap over 30 documents" in report
     assert "standard deviation between 2 runs" in report
+    assert "tokens are scored, all of the same weight: `a.txt` (9)." in report
     assert "Protocol `same-targets`: the same tokens are scored at every length" in report
     assert "## Loss by position in one pass of 60 tokens" in report
     rows = [line for line in report.splitlines() if line.startswith("|")]

@@ -47,7 +47,7 @@ def card_of(hub, repo_id):
 
 
 def evaluation(perplexity, *lengths):
-    protocol = {"name": "same-targets", "tokens_scored": 320, "texts": [{"name": "emma.txt"}]}
+    protocol = {"name": "same-targets", "tokens_scored": 320, "texts": [{"name": "emma.txt", "tokens_scored": 320}]}
     summary = {"perplexity": perplexity, "loss": 1.0, "top_1_accuracy": 0.25}
     return {"protocol": protocol, "lengths": {str(length): summary for length in lengths}}
 

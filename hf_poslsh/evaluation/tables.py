@@ -146,12 +146,12 @@ def rows_of_passkeys(results: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _explanation(results: dict[str, Any], summary: dict[str, Any]) -> str:
     protocol = results["protocol"]
-    texts = ", ".join(f"`{text['name']}`" for text in protocol["texts"])
+    texts = ", ".join(f"`{text['name']}` ({text['tokens_scored']})" for text in protocol["texts"])
     runs = len(summary["runs"]["loss"])
     intervals = summary["intervals"]
     lines = [
         f"Protocol `{protocol['name']}`: {PROTOCOLS[protocol['name']]}.",
-        f"{summary['tokens_scored']} tokens of {texts} are scored; all weigh the same.",
+        f"{summary['tokens_scored']} tokens are scored, all of the same weight: {texts}.",
         f"Brackets: {LEVEL:.0%} interval by bootstrap over {intervals['units']} {intervals['resampled']}."
         if intervals["loss"]
         else f"No intervals: {intervals['units']} {intervals['resampled']} are too few.",

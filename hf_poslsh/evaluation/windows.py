@@ -92,9 +92,10 @@ def same_target_windows(
     """The same target tokens at every length, each with at least ``length - targets_per_window + 1`` of context.
 
     Every document is cut into contiguous runs of ``targets_per_window`` targets, from the first that the longest
-    length can reach to the end. ``targets // targets_per_window`` of the runs, evenly spaced, are scored: at each
-    length by the window of that length which ends with the run. No target is scored twice at a length. Only what
-    stands before a target differs between lengths, so differences of the loss come from the context alone.
+    length can reach to the end. ``targets // targets_per_window`` of the runs are scored, as many of every document
+    as of any other that is long enough, and evenly spaced within it: at each length by the window of that length
+    which ends with the run. No target is scored twice at a length. Only what stands before a target differs between
+    lengths, so differences of the loss come from the context alone.
 
     Args:
         document_lengths: number of tokens of each document.
@@ -117,19 +118,37 @@ def same_target_windows(
     if targets < targets_per_window:
         raise ValueError(f"targets is {targets}; it must be at least targets_per_window, {targets_per_window}.")
     longest = max(lengths)
-    ends = [
-        (document, end)
-        for document, tokens in enumerate(document_lengths)
-        for end in range(longest, tokens, targets_per_window)
-    ]
-    if not ends:
+    ends = [range(longest, tokens, targets_per_window) for tokens in document_lengths]
+    if not any(ends):
         raise _too_short(document_lengths, longest)
-    count = min(targets // targets_per_window, len(ends))
-    chosen = [ends[index * len(ends) // count] for index in range(count)]
+    shares = even_shares(targets // targets_per_window, [len(of_document) for of_document in ends])
+    chosen = [
+        (document, of_document[index * len(of_document) // share])
+        for document, (of_document, share) in enumerate(zip(ends, shares, strict=True))
+        for index in range(share)
+    ]
     return {
         length: [Window(document, end - length, end, targets_per_window) for document, end in chosen]
         for length in sorted(lengths)
     }
+
+
+def even_shares(count: int, room: Sequence[int]) -> list[int]:
+    """``count`` spread over places as evenly as their room allows; fewer if there is less room.
+
+    Where the rest is smaller than the number of places, those that get one more are evenly spaced.
+    """
+    shares = [0] * len(room)
+    while open_places := [place for place, most in enumerate(room) if shares[place] < most]:
+        takers = min(count, len(open_places))
+        if not takers:
+            break
+        each = count // takers
+        for place in (open_places[index * len(open_places) // takers] for index in range(takers)):
+            given = min(each, room[place] - shares[place])
+            shares[place] += given
+            count -= given
+    return shares
 
 
 def sliding_windows(document_lengths: Sequence[int], length: int, stride: int) -> list[Window]:

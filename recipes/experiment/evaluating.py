@@ -148,6 +148,7 @@ def score_checkpoint(
     if passkeys:
         answered = ask_passkeys(accelerator, console, title, model, tokenizer, passkeys, settings)
     single_pass = scores.pop("single_pass", None)
+    scored = np.bincount(next(iter(scores.values())).document, minlength=len(documents))
     protocol = {
         "name": settings.protocol,
         "tokens_scored": len(next(iter(scores.values()))),
@@ -161,8 +162,9 @@ def score_checkpoint(
                 "sha256": text.sha256,
                 "tokens": len(document),
                 "bytes": int(document.bytes.sum()),
+                "tokens_scored": int(count),
             }
-            for text, document in zip(texts, documents, strict=True)
+            for text, document, count in zip(texts, documents, scored, strict=True)
         ],
         **(
             {}
