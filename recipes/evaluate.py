@@ -172,12 +172,18 @@ def compare(runs: dict[str, list[Scored]], references: list[str], settings: Eval
     """``protocol``, ``arms`` and, where there are several, ``differences``: as ``write_results`` takes them.
 
     Raises:
-        ValueError: the checkpoints scored different tokens (their tokenizers differ).
+        ValueError: the checkpoints scored different tokens (their tokenizers differ), or in different precision.
     """
     every = {f"{arm}, run {index}": run for arm, members in runs.items() for index, run in enumerate(members)}
     first = next(iter(every.values()))
     for part in first.parts():
         require_same_targets({name: run.parts()[part] for name, run in every.items()}, "checkpoints")
+    for name, run in every.items():
+        if run.protocol["dtype"] != first.protocol["dtype"]:
+            raise ValueError(
+                f"{next(iter(every))} was read in {first.protocol['dtype']}, {name} in {run.protocol['dtype']}; "
+                "choose one for all: --set dtype=float32."
+            )
     results: dict[str, Any] = {
         "protocol": first.protocol,
         "arms": {arm: summarize_runs(members, settings) for arm, members in runs.items()},

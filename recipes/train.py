@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from experiment.arms import adapt, build_model, poslsh_config
 from experiment.console import results_table, start_run, start_trackers, stop
 from experiment.evaluating import evaluate_checkpoint
-from experiment.files import finish_folder, partial_folder, read_json, write_json
+from experiment.files import finish_folder, lock_folder, partial_folder, read_json, write_json
 from experiment.preparing import Experiment, prepare
 from experiment.publishing import check_names, publish
 from experiment.report import versions, write_report
@@ -42,6 +42,8 @@ def main() -> None:
         if arguments.push_to_hub:
             check_names(settings, arguments.push_to_hub)
         experiment = prepare(settings, accelerator, arguments.resume)
+        if accelerator.is_main_process:
+            lock_folder(experiment.output)
     except ValueError as error:
         stop(accelerator, error)
     start_trackers(accelerator, settings.trackers, settings.name, experiment.output / "logs", settings.to_dict())

@@ -13,11 +13,13 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from experiment import preparing
 from experiment.arms import adapt, build_model, check_arms, model_config, poslsh_config
-from experiment.files import finish_folder, partial_folder, read_json, write_json, write_text
+from experiment.corpus import train_tokenizer
+from experiment.files import finish_folder, lock_folder, partial_folder, read_json, write_json, write_text
 from experiment.publishing import check_names
 from experiment.report import model_card
 from experiment.settings import ArmSettings, ModelSettings, SourceSettings, load_settings
 from experiment.sources import read_splits, read_texts
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
 
 from hf_poslsh.testing import tiny_model
@@ -288,19 +290,93 @@ def test_prepare_writes_nothing_unless_everything_fits(smoke, accelerator, monke
     refused("MiB for its checkpoints, but 1 MiB are free")
 
 
-def test_an_output_folder_is_continued_only_on_request_and_with_the_same_settings(smoke, accelerator):
+def test_an_output_folder_is_continued_only_on_request_and_with_the_same_settings(smoke, accelerator, monkeypatch):
     output = Path(smoke.output_dir)
     preparing.prepare(smoke, accelerator, resume=True)
     with pytest.raises(ValueError, match="already holds an experiment; pass --resume"):
-        preparing.check_output(smoke, output, resume=False)
-    preparing.check_output(smoke, output, resume=True)
+        preparing.prepare(smoke, accelerator, resume=False)
+    preparing.prepare(smoke, accelerator, resume=True)
+
+    def refused(message, settings=smoke):
+        with pytest.raises(ValueError, match=message):
+            preparing.prepare(settings, accelerator, resume=True)
+
     changed = copy.deepcopy(smoke)
     changed.training.steps += 1
-    with pytest.raises(ValueError, match=r"other settings \(training\)"):
-        preparing.check_output(changed, output, resume=True)
+    changed.evaluation.lengths = [64]
+    refused(r"other settings \(evaluation.lengths, training.steps\)", changed)
+    with monkeypatch.context() as patch:
+        patch.setattr(Accelerator, "mixed_precision", "bf16")
+        refused(r"other settings \(mixed_precision\)")
+    folder = output.parent / "texts"
+    folder.mkdir()
+    for path in (RECIPES / "data").glob("*.txt"):
+        (folder / path.name).write_text(path.read_text())
+    smoke.data.folder = str(folder)
+    recorded = read_json(output / "settings.json")
+    write_json(output / "settings.json", {**recorded, "data": smoke.to_dict()["data"]})
+    preparing.prepare(smoke, accelerator, resume=True)
+    edited = folder / smoke.data.train[0]
+    edited.write_text(edited.read_text() + "The end.")
+    refused(r"other settings \(texts.train\)")
     (output / "settings.json").write_text("{")
-    with pytest.raises(ValueError, match="cannot read"):
-        preparing.check_output(smoke, output, resume=True)
+    refused("cannot read")
+
+
+def test_a_continued_run_may_change_what_does_not_change_results(smoke, accelerator):
+    preparing.prepare(smoke, accelerator, resume=False)
+    smoke.training.micro_batch_size, smoke.training.save_every, smoke.training.gradient_checkpointing = 1, 2, True
+    smoke.evaluation.batch_tokens, smoke.card = 128, {"license": "mit"}
+    preparing.prepare(smoke, accelerator, resume=True)
+
+
+def test_a_continued_run_needs_room_for_what_is_missing_alone(smoke, tmp_path, monkeypatch):
+    smoke.training.save_every = 5
+    whole = 10 * 2**20  # parameters, all trained: 40 MiB of float32
+
+    def needed():
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+        with pytest.raises(ValueError, match="are free") as refusal:
+            preparing.check_disk(smoke, whole, whole, tmp_path)
+        return int(str(refusal.value).split("about ")[1].split(" MiB")[0].replace(",", ""))
+
+    states = [3 * 40, 3 * 40]  # weights and two moments, two of them at a time
+    assert len(smoke.arms) == 2
+    assert needed() == 16 + 3 * 40 + sum(states)
+    (tmp_path / "state" / smoke.arms[0].name / "5").mkdir(parents=True)
+    assert needed() == 16 + 3 * 40 + states[0]
+    (tmp_path / smoke.arms[0].name).mkdir()
+    assert needed() == 16 + 2 * 40 + states[0]
+    (tmp_path / smoke.arms[1].name).mkdir()
+    assert needed() == 16
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"passkey_lengths": [5]}, "5"),
+        ({"passkey_lengths": [256], "passkey_depths": [2.0]}, "2.0"),
+        ({"position_length": 100_000_000}, "100000000"),
+        ({"passkey_lengths": [100_000_000]}, "100000000"),
+    ],
+)
+def test_what_only_the_evaluation_needs_is_checked_before_training(smoke, accelerator, change, message):
+    for name, value in change.items():
+        setattr(smoke.evaluation, name, value)
+    with pytest.raises(ValueError, match=message):
+        preparing.prepare(smoke, accelerator, resume=False)
+    assert not Path(smoke.output_dir).exists()
+
+
+def test_clipping_is_what_deepspeed_does(smoke):
+    def accelerator(clipping):
+        plugin = SimpleNamespace(deepspeed_config={"gradient_clipping": clipping})
+        return SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
+
+    preparing.check_clipping(smoke, accelerator(smoke.training.max_grad_norm))
+    preparing.check_clipping(smoke, accelerator("auto"))
+    with pytest.raises(ValueError, match=r"max_grad_norm is 1.0, but gradient_clipping .* is 0.5"):
+        preparing.check_clipping(smoke, accelerator(0.5))
 
 
 def test_a_batch_that_the_processes_cannot_share_is_refused(smoke):
@@ -312,6 +388,23 @@ def test_processes_that_do_not_know_of_each_other_are_refused(smoke, accelerator
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="several processes were launched"):
         preparing.prepare(smoke, accelerator, resume=False)
+
+
+def test_training_begins_every_sequence_as_the_tokenizer_does(smoke, accelerator, tmp_path):
+    """Evaluation does so too: what is read there has to be what was trained."""
+    tokenizer = train_tokenizer(read_texts(smoke.data.train, None), smoke.data.vocab_size)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    start = tokenizer.bos_token_id
+    pair = [("<s>", start)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=pair)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    smoke.data.tokenizer = str(tmp_path / "tokenizer")
+    smoke.data.validation, smoke.training.validate_every = ["sotu-1912-taft.txt"], 5
+    for packing in (False, True):
+        smoke.training.packing, smoke.output_dir = packing, str(tmp_path / str(packing))
+        experiment = preparing.prepare(smoke, accelerator, resume=False)
+        for sequences in (experiment.sequences, experiment.validation):
+            assert {int(sequences[index]["input_ids"][0]) for index in range(4)} == {start}
 
 
 # --- files
@@ -356,7 +449,7 @@ def results(steps=(1, 1), **changes):
             "name": "same-targets",
             "tokens_scored": 8,
             "targets_per_window": 4,
-            "texts": [{"name": "novel.txt", "sha256": "0", "tokens": 99}],
+            "texts": [{"name": "novel.txt", "sha256": "0", "tokens": 99, "tokens_scored": 8}],
         },
         "settings": settings,
         "arms": {
@@ -409,6 +502,13 @@ def test_a_section_that_the_file_leaves_out_can_be_set():
     path = RECIPES / "configs" / "qwen3_0.6b_cpu.yaml"
     assert "card" not in yaml.safe_load(path.read_text())
     assert load_settings(str(path), ["card.base_model=user/name"]).card == {"base_model": "user/name"}
+
+
+def test_a_folder_is_one_runs_at_a_time(tmp_path):
+    lock_folder(tmp_path / "out")
+    with pytest.raises(ValueError, match="out is in use by another run"):
+        lock_folder(tmp_path / "out")
+    lock_folder(tmp_path / "other")
 
 
 def test_names_that_the_hub_would_refuse_are_found_before_training(monkeypatch):

@@ -2,12 +2,14 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
 import train
 import yaml
 from accelerate import Accelerator
+from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.state import AcceleratorState, GradientState
 from experiment import console
 from experiment.files import read_json
@@ -50,6 +52,22 @@ def test_the_experiments_are_the_papers(name):
     assert settings.training.warmup_ratio == 0.1
     assert (settings.peft is not None) == (name in ("mistral_7b_lora", "llama4_scout"))
     assert {"alibi", "fixed-blocks", "original", "plsh-s20"} <= {arm.name for arm in settings.arms}
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS.parent / "accelerate").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_accelerate_configs_are_what_their_names_say(path):
+    config = load_config_from_file(str(path))
+    kinds = {"fsdp2": "FSDP", "zero3": "DEEPSPEED", "one_gpu": "NO", "cpu": "NO"}
+    assert config.distributed_type == kinds.get(path.stem, "MULTI_GPU")
+    assert config.num_processes == {"one_gpu": 1, "cpu": 1, "cpu_2_processes": 2}.get(path.stem, 8)
+    assert config.mixed_precision == ("no" if "cpu" in path.stem else "bf16")
+    assert config.use_cpu == ("cpu" in path.stem)
+    if path.stem == "fsdp2":
+        assert config.fsdp_config["fsdp_version"] == 2
+    if path.stem == "zero3":
+        assert config.deepspeed_config["zero_stage"] == 3
+        every = [load_settings(CONFIGS / f"{name}.yaml").training.max_grad_norm for name in LARGE]
+        assert {config.deepspeed_config["gradient_clipping"]} == set(every)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +116,21 @@ def run_twin(name, arms, tmp_path, monkeypatch):
         assert list(figures["lengths"]) == ["64", "80", "96", "128"]
         adapter = (tmp_path / "out" / arm / "adapter_model.safetensors").exists()
         assert adapter == ("peft" in fields)
+
+
+def test_trackers_get_every_step_of_every_arm(monkeypatch):
+    """W&B takes no step twice, and every arm counts from 1: its step is a figure of its own."""
+    calls = []
+    accelerator = Accelerator()
+    accelerator.trackers = [
+        SimpleNamespace(name=name, log=lambda values, step=None, name=name: calls.append((name, values, step)))
+        for name in ("wandb", "tensorboard")
+    ]
+    console.log(accelerator, "train plsh", {"loss": 2.5}, 3)
+    assert calls == [
+        ("wandb", {"train plsh/loss": 2.5, "train plsh/step": 3}, None),
+        ("tensorboard", {"train plsh/loss": 2.5}, 3),
+    ]
 
 
 def test_the_files_of_trackers_lie_in_the_output_folder(tmp_path, monkeypatch):

@@ -117,6 +117,24 @@ def test_validation_sequences_are_spread_evenly_and_do_not_overlap():
         EvenSequences(documents_of(103), length=200, count=1)
 
 
+def test_sequences_begin_as_the_windows_of_an_evaluation_do():
+    """A tokenizer's own beginning of sequence stands in place of the first token, which is no target anyway."""
+    documents = documents_of(103, 57, 9)
+    for with_bos, without in (
+        (Sequences(documents, 10, 4, 0, bos=7), Sequences(documents, 10, 4, 0)),
+        (EvenSequences(documents, 10, 4, bos=7), EvenSequences(documents, 10, 4)),
+    ):
+        for item, plain in ((with_bos[i], without[i]) for i in range(4)):
+            assert item["input_ids"].tolist() == [7, *plain["input_ids"][1:].tolist()]
+            assert torch.equal(item["labels"][1:], plain["labels"][1:])
+    packed, plain = (PackedSequences(documents_of(23, 4, 9, 31), 10, 6, 0, bos=bos) for bos in (7, None))
+    for item, other in ((packed[i], plain[i]) for i in range(6)):
+        begins = item["position_ids"] == 0
+        assert torch.equal(item["input_ids"], other["input_ids"].masked_fill(begins, 7))
+        assert torch.equal(item["labels"], other["labels"])
+    assert documents[0][0] == 0
+
+
 def test_sequences_longer_than_every_document_are_refused():
     with pytest.raises(ValueError, match=r"no training text has 200 tokens \(the longest has 103\)"):
         Sequences(documents_of(103, 57), length=200, count=1, seed=0)

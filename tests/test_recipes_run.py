@@ -134,6 +134,44 @@ def test_finished_arms_are_skipped_and_missing_ones_are_made(output, tmp_path):
     assert after["rope"]["lengths"] == before["rope"]["lengths"]
 
 
+def test_a_launched_run_that_is_terminated_continues_to_the_same_end(tmp_path):
+    """SIGTERM to the launcher, in the middle of an arm that has kept a checkpoint; then --resume."""
+    changes = (
+        "training.steps=300",
+        "training.validate_every=50",
+        "data.validation=[sotu-1912-taft.txt]",
+        "arms=[{name: plsh, poslsh: {sigma: 16}}]",
+    )
+    overrides = [text for change in changes for text in ("--set", change)]
+    command = ["-m", "accelerate.commands.launch", "--quiet", "recipes/train.py", "--config", SMOKE, *overrides]
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    succeed(*command, "--output_dir", whole)
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        [sys.executable, *command, "--output_dir", stopped],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as launcher:
+        for line in launcher.stdout:
+            if "after step 50" in line:
+                launcher.terminate()
+                break
+        rest = launcher.stdout.read()  # until the last process that writes there has ended
+    assert "--resume continues from there" in rest
+    (state,) = (stopped / "state/plsh").glob("[0-9]*")
+    assert 50 <= int(state.name) < 300
+    assert (stopped / "state/plsh/best/kept.json").exists()
+    done = succeed(*command, "--output_dir", stopped, "--resume")
+    assert f"continuing after step {state.name}" in done.stdout
+    one, two = (strictly_parsed(folder / "results.json")["arms"]["plsh"] for folder in (whole, stopped))
+    assert two["lengths"] == one["lengths"]
+    for name in ("kept", "final_loss", "tokens", "steps"):
+        assert two["training"][name] == one["training"][name]
+
+
 @pytest.fixture(scope="session")
 def adapted(output, tmp_path_factory):
     """A fine-tune of an arm of the smoke test: as it is, and with an adapter on a patched model."""

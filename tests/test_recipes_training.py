@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -50,9 +51,11 @@ def documents_of(*lengths):
 def run(smoke, states, settings, sequences=None, on_step=None, model=None):
     """Trains a model of the smoke test: what was kept, the report, and what the trackers got, by step."""
     accelerator, logged = new_accelerator(), {}
-    accelerator.log = lambda values, step: logged.setdefault(
-        step, {k.partition("/")[2]: v for k, v in values.items()}
-    )
+
+    def keep(values, step):
+        logged[step] = {name.partition("/")[2]: value for name, value in values.items()}
+
+    accelerator.trackers = [SimpleNamespace(name="dictionary", log=keep, finish=lambda: None)]
     model = model or build_model(model_config(smoke.model, 512, 0), smoke, smoke.arms[0])
     sequences = sequences or Sequences(documents_of(400), settings.length, settings.steps * settings.batch_size, 0)
     try:

@@ -127,7 +127,13 @@ def check_arms(config: PreTrainedConfig, settings: Settings) -> tuple[int, int]:
     Raises:
         ValueError: an arm, or the model itself, can't be built or is too short for a length.
     """
-    longest = max(settings.training.length, *settings.evaluation.lengths)
+    evaluation = settings.evaluation
+    longest = max(
+        settings.training.length,
+        *evaluation.lengths,
+        *evaluation.passkey_lengths,
+        evaluation.position_length or 0,
+    )
     for arm in settings.arms:
         poslsh_config(arm)
     for arm in settings.arms:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +33,7 @@ def start_run() -> tuple[Accelerator, Console]:
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
     )
     use_all_cores(accelerator)
+    end_with_launcher()
     transformers_logging.disable_progress_bar()
     # That tied weights are saved once needs no warning, nor that an adapter's base model is not on the Hub.
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
@@ -47,6 +50,16 @@ def start_trackers(accelerator: Accelerator, names: Sequence[str], title: str, f
         accelerator.log_with = filter_trackers(list(names), str(folder))
         options = {"wandb": {"dir": str(folder)}}
         accelerator.init_trackers(title, config={"settings": json.dumps(settings)}, init_kwargs=options)
+
+
+def log(accelerator: Accelerator, title: str, figures: Mapping[str, float], step: int) -> None:
+    """Sends the figures of a step to all trackers, under ``title``: every arm counts its own steps, from 1."""
+    values = {f"{title}/{name}": value for name, value in figures.items()}
+    for tracker in accelerator.trackers:
+        if tracker.name == "wandb":  # which drops what is logged under a step that it has passed
+            tracker.log({**values, f"{title}/step": step})
+        else:
+            tracker.log(values, step=step)
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -66,6 +79,16 @@ def stop(accelerator: Accelerator, error: Exception) -> NoReturn:
         f"[bold red]error:[/] {escape(str(error))}"
     )
     raise SystemExit(2)
+
+
+def end_with_launcher() -> None:
+    """Under ``accelerate launch`` on Linux: SIGTERM to the launcher reaches this process, too.
+
+    The launcher of a single process ends without passing the signal on; the training would go on alone.
+    """
+    if sys.platform == "linux" and "ACCELERATE_MIXED_PRECISION" in os.environ:  # which every launcher sets
+        parent_death_signal = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
+        ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGTERM, 0, 0, 0)
 
 
 def use_all_cores(accelerator: Accelerator) -> int:

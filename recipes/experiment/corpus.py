@@ -59,6 +59,13 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text]) -> list[np
     ]
 
 
+def begun(piece: np.ndarray, bos: int | None) -> np.ndarray:
+    """The piece with ``bos`` in place of its first token; as it is where ``bos`` is None or the piece is empty."""
+    if bos is None or not len(piece):
+        return piece
+    return np.concatenate([np.array([bos], dtype=piece.dtype), piece[1:]])
+
+
 class Sequences(torch.utils.data.Dataset):
     """``count`` training sequences, each a contiguous piece of one document.
 
@@ -72,19 +79,23 @@ class Sequences(torch.utils.data.Dataset):
         length: tokens per sequence.
         count: number of items.
         seed: of the order and the cuts.
+        bos: every sequence begins with this token, in place of its own first, as every window of an evaluation does;
+            None: it does not.
 
     Raises:
         ValueError: no document is long enough.
     """
 
-    def __init__(self, documents: Sequence[np.ndarray], length: int, count: int, seed: int) -> None:
+    def __init__(
+        self, documents: Sequence[np.ndarray], length: int, count: int, seed: int, bos: int | None = None
+    ) -> None:
         self.documents = [document for document in documents if len(document) >= length]
         if not self.documents:
             raise ValueError(
                 f"no training text has {length} tokens (the longest has {max(map(len, documents), default=0)}); "
                 "give longer texts or a shorter training.length."
             )
-        self.length, self.count, self.seed = length, count, seed
+        self.length, self.count, self.seed, self.bos = length, count, seed, bos
         self.per_epoch = sum(len(document) // length for document in self.documents)
         self._epoch, self._pieces = -1, np.empty((0, 2), dtype=np.int64)
 
@@ -99,7 +110,7 @@ class Sequences(torch.utils.data.Dataset):
         if epoch != self._epoch:
             self._epoch, self._pieces = epoch, self._cut(epoch)
         document, start = self._pieces[slot]
-        ids = torch.from_numpy(self.documents[document][start : start + self.length])
+        ids = torch.from_numpy(begun(self.documents[document][start : start + self.length], self.bos))
         return {"input_ids": ids, "labels": ids}
 
     def _cut(self, epoch: int) -> np.ndarray:
@@ -125,13 +136,16 @@ class PackedSequences(torch.utils.data.Dataset):
         length: tokens per sequence.
         count: number of items.
         seed: of the order.
+        bos: every piece begins with this token, in place of its own first; None: it does not.
 
     Raises:
         ValueError: the documents together do not fill one sequence.
     """
 
-    def __init__(self, documents: Sequence[np.ndarray], length: int, count: int, seed: int) -> None:
-        self.documents, self.length, self.count, self.seed = documents, length, count, seed
+    def __init__(
+        self, documents: Sequence[np.ndarray], length: int, count: int, seed: int, bos: int | None = None
+    ) -> None:
+        self.documents, self.length, self.count, self.seed, self.bos = documents, length, count, seed, bos
         self.per_epoch = sum(map(len, documents)) // length
         if not self.per_epoch:
             raise ValueError(f"the training texts have less than {length} tokens; give more or a shorter length.")
@@ -158,7 +172,7 @@ class PackedSequences(torch.utils.data.Dataset):
         for place in range(int(np.searchsorted(self._ends, at, side="right")), len(self._order)):
             document = self.documents[self._order[place]]
             begin = self._ends[place] - len(document)
-            pieces.append(document[max(at - begin, 0) : end - begin])
+            pieces.append(begun(document[max(at - begin, 0) : end - begin], self.bos))
             if self._ends[place] >= end:
                 break
         labels = [np.concatenate([[-100], piece[1:]]) for piece in pieces if len(piece)]
@@ -176,12 +190,13 @@ class EvenSequences(torch.utils.data.Dataset):
         documents: token ids ``(N_d,)``; those shorter than ``length`` are not used.
         length: tokens per sequence.
         count: number of items; fewer where the documents do not hold so many.
+        bos: as of ``Sequences``.
 
     Raises:
         ValueError: no document is long enough.
     """
 
-    def __init__(self, documents: Sequence[np.ndarray], length: int, count: int) -> None:
+    def __init__(self, documents: Sequence[np.ndarray], length: int, count: int, bos: int | None = None) -> None:
         pieces = [
             document[start : start + length]
             for document in documents
@@ -190,7 +205,7 @@ class EvenSequences(torch.utils.data.Dataset):
         if not pieces:
             raise ValueError(f"no validation text has {length} tokens; give longer texts.")
         count = min(count, len(pieces))
-        self.pieces = [pieces[index * len(pieces) // count] for index in range(count)]
+        self.pieces = [begun(pieces[index * len(pieces) // count], bos) for index in range(count)]
 
     def __len__(self) -> int:
         return len(self.pieces)

@@ -73,6 +73,13 @@ def plan(settings: EvaluationSettings, documents: Sequence[Sized]) -> Plan:
     return Plan(lengths, single_pass)
 
 
+def questions(settings: EvaluationSettings, tokenizer: Any) -> list[Passkey]:
+    """The passkeys to ask for; none if the settings name no length. Raises ValueError if they can't be made."""
+    if not settings.passkey_lengths:
+        return []
+    return passkey_prompts(tokenizer, settings.passkey_lengths, settings.passkey_depths, settings.passkey_trials)
+
+
 @dataclass(frozen=True)
 class Scored:
     """The scores of one checkpoint.
@@ -120,12 +127,7 @@ def score_checkpoint(
     """
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     documents = [encode_document(tokenizer, text.content) for text in texts]
-    planned = plan(settings, documents)
-    passkeys = []
-    if settings.passkey_lengths:
-        passkeys = passkey_prompts(
-            tokenizer, settings.passkey_lengths, settings.passkey_depths, settings.passkey_trials
-        )
+    planned, passkeys = plan(settings, documents), questions(settings, tokenizer)
     model = load_checkpoint(checkpoint, settings.dtype)
     model.to(accelerator.device)
     jobs = {**planned.lengths, **({"single_pass": planned.single_pass} if planned.single_pass else {})}

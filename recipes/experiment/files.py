@@ -50,6 +50,25 @@ def finish_folder(path: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def lock_folder(path: Path) -> None:
+    """Makes the folder and keeps every other process out that calls this, until the program ends.
+
+    Raises:
+        ValueError: another process is in it.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    if os.name != "posix":
+        return  # a folder can't be locked elsewhere
+    import fcntl
+
+    descriptor = os.open(path, os.O_RDONLY)  # stays open: closing it gives the lock back
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        raise ValueError(f"{path} is in use by another run; wait for its end, or stop it.") from error
+
+
 def sha256(content: bytes) -> str:
     """Hexadecimal digest."""
     return hashlib.sha256(content).hexdigest()

@@ -29,6 +29,11 @@ class Text:
         return sha256(self.content.encode())
 
 
+def digest(texts: Sequence[Text]) -> str:
+    """One digest of all texts in their order."""
+    return sha256("".join(text.sha256 for text in texts).encode())
+
+
 def read_splits(data: DataSettings) -> dict[str, list[Text]]:
     """The texts of an experiment: ``train``, ``validation`` and ``held_out``.
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from torch.utils.data import DataLoader, Dataset
 from transformers import get_scheduler
 
-from experiment.console import progress
+from experiment.console import log, progress
 from experiment.files import finish_folder, partial_folder, read_json, write_json
 from experiment.settings import TrainingSettings
 
@@ -69,8 +69,9 @@ def train(
     accelerator.gradient_accumulation_steps = micro_batches(settings, accelerator.num_processes)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     best = Best(accelerator, states / "best", save)
-    done = latest_state(states)
+    done, seconds = latest_state(states), 0.0
     if done:
+        seconds = read_json(states / str(done) / "seconds.json")
         accelerator.load_state(str(states / str(done)))
         loader = accelerator.skip_first_batches(loader, done)
         console.print(f"{title}: continuing after step {done}")
@@ -92,10 +93,10 @@ def train(
                 console.print(f"{title}: validation loss {held_out:.4f} after step {step}")
                 best.offer(model, step, held_out)
                 figures["validation_loss"] = held_out
-            accelerator.log({f"{title}/{name}": value for name, value in figures.items()}, step=step)
+            log(accelerator, title, figures, step)
             stopping = interruption.anywhere(accelerator) and step < settings.steps
             if stopping or (settings.save_every and step % settings.save_every == 0 and step < settings.steps):
-                _save_state(accelerator, states, step)
+                _save_state(accelerator, states, step, seconds + meter.seconds)
             if stopping:
                 console.print(f"{title}: stopped after step {step}; --resume continues from there")
                 raise SystemExit(128 + signal.SIGTERM)
@@ -109,7 +110,7 @@ def train(
             "kept": best.read(),
             "tokens": settings.steps * tokens,
             "final_loss": loss,
-            "seconds": round(meter.seconds, 2),
+            "seconds": round(seconds + meter.seconds, 2),
             "tokens_per_second": round(meter.tokens_per_second, 1),
             "processes": accelerator.num_processes,
         }
@@ -244,11 +245,12 @@ def _states(folder: Path) -> list[Path]:
     return [path for path in folder.glob("*") if path.name.isdecimal()]
 
 
-def _save_state(accelerator: Accelerator, states: Path, step: int) -> None:
+def _save_state(accelerator: Accelerator, states: Path, step: int, seconds: float) -> None:
     folder = states / str(step)
     accelerator.save_state(str(partial_folder(folder)))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
+        write_json(partial_folder(folder) / "seconds.json", seconds)
         finish_folder(folder)
         for older in _states(states):
             if older != folder:
