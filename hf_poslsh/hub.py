@@ -268,13 +268,18 @@ def _is_baseline(files: Mapping[str, Path | bytes]) -> bool:
     return _recipe(files).get("poslsh", "unknown") is None
 
 
-def _base_options(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """How a recipe changed the base model of an adapter: what has to be said again when it is loaded."""
+def base_options(recipe: Mapping[str, Any]) -> str:
+    """How a recipe changed the base model of an adapter: ``", key=value"``, to be given again when it is loaded.
+
+    Args:
+        recipe: ``arm``, ``poslsh`` and ``settings``, as in the ``recipe.json`` that the recipes write.
+    """
     settings = recipe.get("settings", {})
     model = settings.get("model", {})
     arm: dict[str, Any] = next((arm for arm in settings.get("arms", []) if arm["name"] == recipe["arm"]), {})
     revision = {"revision": model["revision"]} if model.get("revision") and recipe["poslsh"] is not None else {}
-    return {**revision, **model.get("config", {}), **arm.get("config", {})}
+    options = {**revision, **model.get("config", {}), **arm.get("config", {})}
+    return "".join(f", {key}={value!r}" for key, value in options.items())
 
 
 def _commit(
@@ -344,7 +349,7 @@ def _card(api: HfApi, repo_id: str, checkpoint: _Checkpoint, metadata: dict[str,
         auto_class=checkpoint.auto_class,
         base=base,
         version=__version__,
-        options="".join(f", {key}={value!r}" for key, value in _base_options(recipe or {}).items()),
+        options=base_options(recipe or {}),
         tokenizer="tokenizer_config.json" in checkpoint.files,
         arms=arms,
         lengths=list(evaluation["lengths"]) if evaluation else [],

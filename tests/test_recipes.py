@@ -12,16 +12,18 @@ import yaml
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from experiment import preparing
-from experiment.arms import adapt, build_model, check_arms, model_config, poslsh_config
+from experiment.arms import adapt, build_model, check_arms, load_checkpoint, model_config, poslsh_config
 from experiment.corpus import train_tokenizer
 from experiment.files import finish_folder, lock_folder, partial_folder, read_json, write_json, write_text
 from experiment.publishing import check_names
 from experiment.report import model_card
 from experiment.settings import ArmSettings, ModelSettings, SourceSettings, load_settings
 from experiment.sources import read_splits, read_texts
+from peft import LoraConfig, get_peft_model
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
 
+from hf_poslsh import PosLSHConfig, patch_model
 from hf_poslsh.testing import tiny_model
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -268,6 +270,20 @@ def test_bad_pretrained_models_and_adapters_are_found_before_training(adapting, 
         check_arms(model_config(adapting.model, 0, None), adapting)
 
 
+@pytest.mark.parametrize("method", [None, PosLSHConfig(num_samples=5, sigma=4)])
+def test_adapters_of_any_origin_are_evaluated(pretrained, tmp_path, method):
+    """Saved by PEFT, without a recipe: on a patched model or on one as it is."""
+    base = AutoModelForCausalLM.from_pretrained(pretrained)
+    if method is not None:
+        patch_model(base, method)
+    options = LoraConfig(target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    model = get_peft_model(base, options).eval()
+    model.save_pretrained(tmp_path)
+    ids = torch.arange(2, 60)[None]
+    with torch.no_grad():
+        assert torch.equal(load_checkpoint(tmp_path)(ids).logits, model(ids).logits)
+
+
 # --- checks before the start
 
 
@@ -486,7 +502,8 @@ def test_the_card_holds_every_number_and_valid_metadata():
     ],
 )
 def test_the_card_shows_how_to_load_what_was_trained(steps, peft, folder, loader):
-    changes = {} if peft is None else {"model": {"pretrained": "org/base"}, "peft": peft}
+    made = {"pretrained": "org/base", "config": {"rope_theta": 5e5}}
+    changes = {} if peft is None else {"model": made, "peft": peft}
     content = model_card(results(steps, **changes)).content
     assert ("of no use for writing" in content) == (peft is None)
     assert ("## Use" in content) == (folder is not None)
@@ -494,7 +511,8 @@ def test_the_card_shows_how_to_load_what_was_trained(steps, peft, folder, loader
         code = content.split("```python\n")[1].split("```")[0]
         compile(code, "card", "exec")
         assert f'folder = "{folder}"\n' in code
-        assert f"{loader}{'' if loader == 'load_adapter' else '.from_pretrained'}(folder)" in code
+        options = "" if peft is None else ", rope_theta=500000.0"
+        assert f"{loader}{'' if loader == 'load_adapter' else '.from_pretrained'}(folder{options})" in code
         assert f"`python recipes/evaluate.py {folder}` repeats" in content
 
 

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftConfig, PeftModel, get_peft_model
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.utils import find_adapter_config_file
 
 from experiment.files import read_json
 from experiment.settings import ArmSettings, ModelSettings, Settings, build
-from hf_poslsh import PosLSHConfig, patch_model
+from hf_poslsh import PosLSHConfig, load_adapter, patch_model
+from hf_poslsh.patching import split_marked_name
 
 
 def poslsh_config(arm: ArmSettings) -> PosLSHConfig | None:
@@ -155,7 +157,7 @@ def check_arms(config: PreTrainedConfig, settings: Settings) -> tuple[int, int]:
 
 
 def load_checkpoint(checkpoint: str | Path, dtype: str = "auto") -> Any:
-    """The model of a folder that ``recipes/train.py`` wrote, or any checkpoint of transformers.
+    """The model of a folder that ``recipes/train.py`` wrote, or any checkpoint or adapter.
 
     The folder of an adapter, or of an arm that was not trained, holds no base weights: its ``recipe.json`` says how
     the model is made.
@@ -170,7 +172,11 @@ def load_checkpoint(checkpoint: str | Path, dtype: str = "auto") -> Any:
     folder = Path(checkpoint)
     adapted = (folder / "adapter_config.json").exists()
     if not (folder / "recipe.json").exists() or (folder / "config.json").exists():
-        return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
+        if find_adapter_config_file(str(checkpoint)) is None:
+            return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
+        base = PeftConfig.from_pretrained(str(checkpoint)).base_model_name_or_path
+        load = AutoPeftModelForCausalLM.from_pretrained if split_marked_name(str(base)) is None else load_adapter
+        return load(str(checkpoint), dtype=dtype)
     recipe = read_json(folder / "recipe.json")
     settings = build(Settings, recipe["settings"], "settings.")
     if dtype != "auto":

@@ -31,6 +31,7 @@ from hf_poslsh.evaluation import (
     rows_by_position,
     rows_of_passkeys,
 )
+from hf_poslsh.hub import base_options
 
 
 def versions(device: torch.device) -> dict[str, str]:
@@ -123,6 +124,15 @@ def model_card(results: dict[str, Any]) -> ModelCard:
         **fields,
     )
     lengths = list(next(iter(results["arms"].values()))["lengths"])
+    settings = results["settings"]
     return ModelCard.from_template(
-        data, template_path=str(TEMPLATES / "experiment.md"), lengths=lengths, protocols=PROTOCOLS, **results
+        data,
+        template_path=str(TEMPLATES / "experiment.md"),
+        lengths=lengths,
+        protocols=PROTOCOLS,
+        options={
+            name: base_options({"arm": name, "poslsh": arm["poslsh"], "settings": settings})
+            for name, arm in results["arms"].items()
+        },
+        **results,
     )
