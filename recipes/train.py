@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import argparse
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiment.arms import adapt, build_model, poslsh_config
+from experiment.arms import adapt, build_model, poslsh_config, whole_models
 from experiment.console import results_table, start_run, start_trackers, stop
 from experiment.evaluating import evaluate_checkpoint
 from experiment.files import finish_folder, lock_folder, partial_folder, read_json, write_json
@@ -108,11 +109,16 @@ def train_arm(
             folder, is_main_process=accelerator.is_main_process, state_dict=accelerator.get_state_dict(model)
         )
 
+    def fresh() -> Any:  # held by the training alone: what evaluates needs the memory
+        # ZeRO-3 would draw other random weights than the seed gives; pretrained ones it may share out while reading.
+        with whole_models(accelerator) if settings.model.pretrained is None else nullcontext():
+            return adapt(build_model(experiment.config, settings, arm), settings)
+
     report = train(
         accelerator,
         console,
         f"train {arm.name}",
-        adapt(build_model(experiment.config, settings, arm), settings),
+        fresh(),
         experiment.sequences,
         settings.training,
         states,

@@ -131,6 +131,10 @@ PROTOCOLS = {
     "same-targets": {"targets": 640, "targets_per_window": 32},
     "sliding-window": {"stride": 50},
     "non-overlapping": {"position_length": 300, "position_passes": 3},
+    "by one process": {
+        **{"protocol": "same-targets", "targets": 640, "targets_per_window": 32},
+        **{"device_map": "auto", "passkey_lengths": [200], "passkey_trials": 2},
+    },
 }
 TWO_PROCESSES = """
 import json, sys
@@ -155,7 +159,7 @@ def every_protocol(accelerator, console, checkpoint, text):
             "t",
             checkpoint,
             texts,
-            EvaluationSettings(lengths=[64, 100], protocol=name, batch_tokens=700, **fields),
+            EvaluationSettings(**{"lengths": [64, 100], "protocol": name, "batch_tokens": 700, **fields}),
         )
         for name, fields in PROTOCOLS.items()
     }
@@ -195,7 +199,7 @@ def test_two_processes_give_exactly_the_numbers_of_one(checkpoints, tmp_path):
     assert processes == 2
     assert list(two) == list(PROTOCOLS)
     for name, evaluation in one.items():
-        assert evaluation["protocol"]["name"] == name
+        assert evaluation["protocol"]["name"] == PROTOCOLS[name].get("protocol", name)
         assert json.loads(json.dumps(evaluation)) == two[name]
 
 

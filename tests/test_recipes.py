@@ -5,6 +5,7 @@ import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import yaml
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from experiment import preparing
-from experiment.arms import adapt, build_model, check_arms, load_checkpoint, model_config, poslsh_config
+from experiment.arms import adapt, build_model, check_arms, load_checkpoint, model_config, poslsh_config, whole_models
 from experiment.corpus import train_tokenizer
 from experiment.files import finish_folder, lock_folder, partial_folder, read_json, write_json, write_text
 from experiment.publishing import check_names
@@ -22,6 +23,11 @@ from experiment.sources import read_splits, read_texts
 from peft import LoraConfig, get_peft_model
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
+from transformers.integrations.deepspeed import (
+    is_deepspeed_zero3_enabled,
+    set_hf_deepspeed_config,
+    unset_hf_deepspeed_config,
+)
 
 from hf_poslsh import PosLSHConfig, patch_model
 from hf_poslsh.testing import tiny_model
@@ -282,6 +288,23 @@ def test_adapters_of_any_origin_are_evaluated(pretrained, tmp_path, method):
     ids = torch.arange(2, 60)[None]
     with torch.no_grad():
         assert torch.equal(load_checkpoint(tmp_path)(ids).logits, model(ids).logits)
+
+
+def test_models_are_made_whole_where_zero3_shares_out_what_is_made():
+    """The state of transformers that DeepSpeed's config object sets, which needs no DeepSpeed."""
+    config = Mock(is_zero3=lambda: True)
+    plugin = SimpleNamespace(set_deepspeed_weakref=lambda: set_hf_deepspeed_config(config))
+    accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
+    set_hf_deepspeed_config(config)
+    try:
+        with whole_models(accelerator):
+            assert not is_deepspeed_zero3_enabled()
+        assert is_deepspeed_zero3_enabled()
+    finally:
+        unset_hf_deepspeed_config()
+    with whole_models(accelerator):
+        pass
+    assert not is_deepspeed_zero3_enabled()  # what was off stays off
 
 
 # --- checks before the start

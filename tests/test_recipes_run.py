@@ -204,8 +204,9 @@ def test_a_pretrained_model_is_evaluated_as_it_is_and_adapted(output, adapted):
     assert "LoRA with `r=2`" in card
 
 
-def test_evaluating_an_adapter_again_gives_the_same_numbers(adapted, tmp_path):
-    evaluate(adapted / "plsh", "--output_dir", tmp_path / "again")
+@pytest.mark.parametrize("device_map", ["null", "auto"])
+def test_evaluating_an_adapter_again_gives_the_same_numbers(adapted, tmp_path, device_map):
+    evaluate(adapted / "plsh", "--output_dir", tmp_path / "again", "--set", f"device_map={device_map}")
     results = strictly_parsed(adapted / "results.json")["arms"]["plsh"]
     assert strictly_parsed(tmp_path / "again/results.json")["arms"]["plsh"]["lengths"] == results["lengths"]
 

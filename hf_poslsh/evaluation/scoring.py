@@ -96,14 +96,15 @@ def _score_batch(model: Any, documents: Sequence[Document], batch: Sequence[Wind
         for name in ("ids", "bytes")
     )
     selected = hidden[torch.from_numpy(rows).to(hidden.device), torch.from_numpy(columns).to(hidden.device)]
-    targets = torch.from_numpy(ids.astype(np.int64)).to(hidden.device)
+    targets = torch.from_numpy(ids.astype(np.int64))
     nll, rank = [], []
     for some_hidden, some_targets in zip(
         selected.split(max(1, _LOGITS_AT_ONCE // vocabulary)),
         targets.split(max(1, _LOGITS_AT_ONCE // vocabulary)),
         strict=True,
     ):
-        some_nll, some_rank = score_logits(head(some_hidden), some_targets)
+        logits = head(some_hidden)  # perhaps on another device: a model may be spread over several
+        some_nll, some_rank = score_logits(logits, some_targets.to(logits.device))
         nll.append(some_nll.double().cpu())
         rank.append(some_rank.cpu())
     return TokenScores(
@@ -139,7 +140,7 @@ def _hidden_states(model: Any, inputs: torch.Tensor) -> tuple[torch.Tensor, Any,
             f"{type(model).__name__} calls its output embedding otherwise than once on all positions; it can't be "
             "scored."
         )
-    expected = head(seen[0][:, -1:])
+    expected = head(seen[0][:, -1:]).to(logits.device)
     if not torch.allclose(expected.double(), logits.double(), rtol=0, atol=0, equal_nan=True):
         raise ValueError(
             f"{type(model).__name__} changes its logits after the output embedding (soft-capping, scaling); it can't "

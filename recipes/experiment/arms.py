@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftConfig, PeftModel, get_peft_model
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.integrations import is_deepspeed_zero3_enabled, unset_hf_deepspeed_config
 from transformers.utils import find_adapter_config_file
 
 from experiment.files import read_json
@@ -77,8 +81,14 @@ def _configuration(kind: Any, base: dict[str, Any], fields: dict[str, Any], wher
         raise ValueError(f"{where} does not make a {kind.model_type} configuration: {error}") from error
 
 
-def build_model(config: PreTrainedConfig, settings: Settings, arm: ArmSettings) -> Any:
+def build_model(config: PreTrainedConfig, settings: Settings, arm: ArmSettings, device_map: str | None = None) -> Any:
     """The arm's model as its training begins: weights from the checkpoint or drawn from the seed alone.
+
+    Args:
+        config: what ``model_config`` returned.
+        settings: the experiment.
+        arm: of it.
+        device_map: of ``from_pretrained``, for a checkpoint's weights.
 
     Raises:
         ValueError: the arm does not fit the model; the message names the arm.
@@ -90,7 +100,7 @@ def build_model(config: PreTrainedConfig, settings: Settings, arm: ArmSettings) 
         torch.manual_seed(settings.seed)
         return _patched(AutoModelForCausalLM.from_config(config, dtype=dtype), arm)
     weights = AutoModelForCausalLM.from_pretrained(
-        model.pretrained, revision=model.revision, config=config, dtype=dtype
+        model.pretrained, revision=model.revision, config=config, dtype=dtype, device_map=device_map
     )
     return _patched(weights, arm)
 
@@ -118,6 +128,20 @@ def adapt(model: Any, settings: Settings) -> Any:
         return get_peft_model(model, LoraConfig(**{"task_type": "CAUSAL_LM", **settings.peft}))
     except (TypeError, ValueError) as error:
         raise ValueError(f"peft: {error}") from error
+
+
+@contextmanager
+def whole_models(accelerator: Accelerator) -> Iterator[None]:
+    """Within it, models are made whole on every process, also where DeepSpeed ZeRO-3 shares out what is made."""
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    if plugin is None or not is_deepspeed_zero3_enabled():
+        yield
+        return
+    unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        plugin.set_deepspeed_weakref()
 
 
 def check_arms(config: PreTrainedConfig, settings: Settings) -> tuple[int, int]:
@@ -156,7 +180,7 @@ def check_arms(config: PreTrainedConfig, settings: Settings) -> tuple[int, int]:
     return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
 
 
-def load_checkpoint(checkpoint: str | Path, dtype: str = "auto") -> Any:
+def load_checkpoint(checkpoint: str | Path, dtype: str = "auto", device_map: str | None = None) -> Any:
     """The model of a folder that ``recipes/train.py`` wrote, or any checkpoint or adapter.
 
     The folder of an adapter, or of an arm that was not trained, holds no base weights: its ``recipe.json`` says how
@@ -165,6 +189,7 @@ def load_checkpoint(checkpoint: str | Path, dtype: str = "auto") -> Any:
     Args:
         checkpoint: a folder, or a name on the Hub.
         dtype: of the weights, by name; ``"auto"``: as they were saved.
+        device_map: of ``from_pretrained``.
 
     Raises:
         ValueError: ``recipe.json`` can't be read, or the base model is not there.
@@ -173,14 +198,14 @@ def load_checkpoint(checkpoint: str | Path, dtype: str = "auto") -> Any:
     adapted = (folder / "adapter_config.json").exists()
     if not (folder / "recipe.json").exists() or (folder / "config.json").exists():
         if find_adapter_config_file(str(checkpoint)) is None:
-            return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
+            return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, device_map=device_map)
         base = PeftConfig.from_pretrained(str(checkpoint)).base_model_name_or_path
         load = AutoPeftModelForCausalLM.from_pretrained if split_marked_name(str(base)) is None else load_adapter
-        return load(str(checkpoint), dtype=dtype)
+        return load(str(checkpoint), dtype=dtype, device_map=device_map)
     recipe = read_json(folder / "recipe.json")
     settings = build(Settings, recipe["settings"], "settings.")
     if dtype != "auto":
         settings.model.dtype = dtype
     (arm,) = [arm for arm in settings.arms if arm.name == recipe["arm"]]
-    model = build_model(model_config(settings.model, 0, None), settings, arm)
+    model = build_model(model_config(settings.model, 0, None), settings, arm, device_map)
     return PeftModel.from_pretrained(model, str(folder)) if adapted else model

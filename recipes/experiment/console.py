@@ -11,13 +11,14 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import filter_trackers, get_available_trackers
-from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
+from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, InitProcessGroupKwargs
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -31,6 +32,8 @@ def start_run() -> tuple[Accelerator, Console]:
         cpu=not torch.accelerator.is_available(),  # else processes started without a GPU don't find each other
         dataloader_config=DataLoaderConfiguration(split_batches=True),
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
+        # One process may read held-out texts for long while the others wait for it.
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=4))],
     )
     use_all_cores(accelerator)
     end_with_launcher()

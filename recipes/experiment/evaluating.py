@@ -13,11 +13,12 @@ from accelerate.utils import gather_object
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from experiment.arms import load_checkpoint
-from experiment.console import progress
+from experiment.arms import load_checkpoint, whole_models
+from experiment.console import Meter, progress
 from experiment.settings import EvaluationSettings
 from experiment.sources import Text
 from hf_poslsh.evaluation import (
+    Document,
     Passkey,
     TokenScores,
     Window,
@@ -128,36 +129,34 @@ def score_checkpoint(
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     documents = [encode_document(tokenizer, text.content) for text in texts]
     planned, passkeys = plan(settings, documents), questions(settings, tokenizer)
-    model = load_checkpoint(checkpoint, settings.dtype)
-    model.to(accelerator.device)
+    # How many processes read, each its share. All of them gather what was read.
+    readers = accelerator.num_processes if settings.device_map is None else 1
+    model = None
+    if accelerator.process_index < readers:
+        with whole_models(accelerator):
+            model = load_checkpoint(checkpoint, settings.dtype, settings.device_map)
+        if settings.device_map is None:
+            model.to(accelerator.device)
     jobs = {**planned.lengths, **({"single_pass": planned.single_pass} if planned.single_pass else {})}
     scores: dict[Any, TokenScores] = {}
-    processes = accelerator.num_processes  # each of which reads about as much as the one whose progress is shown
     total = sum(window.length for windows in jobs.values() for window in windows)
     with progress(console, title, total) as meter:
         for name, windows in jobs.items():
             note = f"length {name}" if isinstance(name, int) else f"one pass of {settings.position_length}"
-            part = score_windows(
-                model,
-                documents,
-                windows,
-                batch_tokens=settings.batch_tokens,
-                share=(accelerator.process_index, processes),
-                on_batch=lambda tokens, note=note: meter.advance(processes * tokens, note, units=processes * tokens),
-            )
-            scores[name] = TokenScores.concatenate(gather_object([part]))
-    answered = np.empty(0, bool)
-    if passkeys:
-        answered = ask_passkeys(accelerator, console, title, model, tokenizer, passkeys, settings)
+            scores[name] = score_share(accelerator, readers, model, documents, windows, settings, meter, note)
+    (dtype, *_) = gather_object([] if model is None else [str(model.dtype).removeprefix("torch.")])
     single_pass = scores.pop("single_pass", None)
     scored = np.bincount(next(iter(scores.values())).document, minlength=len(documents))
+    answered = np.empty(0, bool)
+    if passkeys:
+        answered = ask_passkeys(accelerator, readers, console, title, model, tokenizer, passkeys, settings)
     protocol = {
         "name": settings.protocol,
         "tokens_scored": len(next(iter(scores.values()))),
         **({"targets_per_window": settings.targets_per_window} if settings.protocol == "same-targets" else {}),
         **({"stride": settings.stride} if settings.protocol == "sliding-window" else {}),
         "begins_with": documents[0].bos,
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": dtype,
         "texts": [
             {
                 "name": text.name,
@@ -183,8 +182,32 @@ def score_checkpoint(
     return Scored(protocol, scores, single_pass, passkeys, answered)
 
 
+def score_share(
+    accelerator: Accelerator,
+    readers: int,
+    model: Any,
+    documents: Sequence[Document],
+    windows: Sequence[Window],
+    settings: EvaluationSettings,
+    meter: Meter,
+    note: str,
+) -> TokenScores:
+    """The scores of all windows, on every process; the first ``readers`` processes read a share each."""
+
+    def advance(tokens: int) -> None:  # the others read about as much as the one whose progress is shown
+        meter.advance(readers * tokens, note, units=readers * tokens)
+
+    parts = []
+    if model is not None:
+        share = (accelerator.process_index, readers)
+        batch_tokens = settings.batch_tokens
+        parts = [score_windows(model, documents, windows, batch_tokens=batch_tokens, share=share, on_batch=advance)]
+    return TokenScores.concatenate(gather_object(parts))
+
+
 def ask_passkeys(
     accelerator: Accelerator,
+    readers: int,
     console: Console,
     title: str,
     model: Any,
@@ -192,24 +215,19 @@ def ask_passkeys(
     passkeys: list[Passkey],
     settings: EvaluationSettings,
 ) -> np.ndarray:
-    """Which of the questions are answered, bool ``(len(passkeys),)``, on every process the same."""
-    rank, processes = accelerator.process_index, accelerator.num_processes
+    """Which of the questions are answered, bool ``(len(passkeys),)``, on every process; as of ``score_share``."""
     if settings.passkey_generate:
-        mine = list(range(len(passkeys)))[rank::processes]
-        written = answered_by_generation(model, tokenizer, [passkeys[index] for index in mine])
-        together = dict(gather_object(list(zip(mine, written.tolist(), strict=True))))
+        answers = []
+        if model is not None:
+            mine = list(range(len(passkeys)))[accelerator.process_index :: readers]
+            written = answered_by_generation(model, tokenizer, [passkeys[index] for index in mine])
+            answers = list(zip(mine, written.tolist(), strict=True))
+        together = dict(gather_object(answers))
         return np.array([together[index] for index in range(len(passkeys))])
     documents, windows = passkey_windows(passkeys)
     with progress(console, title, sum(window.length for window in windows)) as meter:
-        part = score_windows(
-            model,
-            documents,
-            windows,
-            batch_tokens=settings.batch_tokens,
-            share=(rank, processes),
-            on_batch=lambda tokens: meter.advance(processes * tokens, "passkeys", units=processes * tokens),
-        )
-    return answered_by_score(TokenScores.concatenate(gather_object([part])), len(passkeys))
+        part = score_share(accelerator, readers, model, documents, windows, settings, meter, "passkeys")
+    return answered_by_score(part, len(passkeys))
 
 
 def summarize_runs(runs: Sequence[Scored], settings: EvaluationSettings) -> dict[str, Any]:

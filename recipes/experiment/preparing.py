@@ -11,7 +11,7 @@ from typing import Any
 from accelerate import Accelerator
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from experiment.arms import check_arms, model_config
+from experiment.arms import check_arms, model_config, whole_models
 from experiment.console import check_trackers
 from experiment.corpus import (
     EvenSequences,
@@ -39,6 +39,7 @@ _FREE = {
     "training.gradient_checkpointing",
     "training.save_every",
     "evaluation.batch_tokens",
+    "evaluation.device_map",
 }
 
 
@@ -107,7 +108,8 @@ def prepare(settings: Settings, accelerator: Accelerator, resume: bool) -> Exper
             validation = EvenSequences(documents, training.length, count, bos)
     plan(settings.evaluation, encode(tokenizer, texts["held_out"]))
     config = model_config(settings.model, len(tokenizer), tokenizer.eos_token_id)
-    parameters, trained = check_arms(config, settings)
+    with whole_models(accelerator):
+        parameters, trained = check_arms(config, settings)
     questions(settings.evaluation, tokenizer)
     check_disk(settings, parameters, trained, output)
     accelerator.wait_for_everyone()  # nobody writes before all have looked

@@ -145,6 +145,8 @@ class EvaluationSettings:
         batch_tokens: tokens read at once.
         dtype: of the model: ``auto`` (as it was saved), ``float32``, ``bfloat16`` or ``float16``. Losses are computed
             in float32.
+        device_map: None: every process holds the model and reads its share. ``auto``: the main process alone reads,
+            with one copy that transformers spreads over all devices of the machine; for a model that one can't hold.
         position_length: also report the loss by position within single passes of so many tokens; None: don't.
         position_passes: such passes per text, evenly spaced.
         position_edges: of the buckets of positions; None: 0, 1/16, 1/8, 1/4, 1/2, 3/4 and all of ``position_length``.
@@ -162,6 +164,7 @@ class EvaluationSettings:
     top_k: list[int] = dataclasses.field(default_factory=lambda: [1, 10, 100])
     batch_tokens: int = 8192
     dtype: str = "auto"
+    device_map: str | None = None
     position_length: int | None = None
     position_passes: int = 1
     position_edges: list[int] | None = None

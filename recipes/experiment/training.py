@@ -63,7 +63,8 @@ def train(
     warmup = settings.warmup_steps or round(settings.warmup_ratio * settings.steps)
     scheduler = get_scheduler(settings.schedule, optimizer, warmup, settings.steps)
     loader = DataLoader(sequences, batch_size=settings.batch_size)
-    sizes = [sum(p.numel() for p in of) for of in (model.parameters(), trained)]
+    # DeepSpeed's ZeRO-3 leaves empty tensors in the place of those that it has shared out.
+    sizes = [sum(getattr(p, "ds_numel", p.numel()) for p in of) for of in (model.parameters(), trained)]
     if settings.compile:
         model.compile()
     accelerator.gradient_accumulation_steps = micro_batches(settings, accelerator.num_processes)
