@@ -23,6 +23,7 @@ from hf_poslsh.evaluation import (
     measures,
     plot_by_length,
     plot_by_position,
+    plots,
     position_edges,
     require_same_targets,
     resampling_units,
@@ -397,6 +398,20 @@ def test_the_report_shows_figure_interval_and_spread(results):
     for head, line in pairwise(rows):
         if line.startswith("| ---"):
             assert head.count("|") == line.count("|")
+
+
+def test_many_arms_are_told_apart_and_hidden_by_nothing(results, tmp_path, monkeypatch):
+    drawn = []
+    save = plots._save
+    monkeypatch.setattr(plots, "_save", lambda *arguments: (drawn.append(arguments[:2]), save(*arguments)))
+    positions = {f"arm {index}": results["arms"]["rope"]["positions"] for index in range(17)}
+    plot_by_position(positions, tmp_path / "positions.png")
+    ((figure, axes),) = drawn
+    lines = axes.get_lines()
+    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 17
+    (legend,) = figure.legends
+    assert len(legend.get_texts()) == 17
+    assert legend.get_window_extent().x0 >= axes.get_window_extent().x1
 
 
 def test_plots_name_every_arm(results, tmp_path):

@@ -539,6 +539,12 @@ def test_the_card_shows_how_to_load_what_was_trained(steps, peft, folder, loader
         assert f"`python recipes/evaluate.py {folder}` repeats" in content
 
 
+def test_the_card_shows_positional_lsh_where_other_biases_were_trained_too():
+    content = results()
+    content["arms"] = {"window": {**content["arms"]["plsh"], "poslsh": {"bias": "window"}}, **content["arms"]}
+    assert 'folder = "plsh"' in model_card(content).content
+
+
 def test_a_section_that_the_file_leaves_out_can_be_set():
     path = RECIPES / "configs" / "qwen3_0.6b_cpu.yaml"
     assert "card" not in yaml.safe_load(path.read_text())

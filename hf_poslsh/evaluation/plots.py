@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
 _MARKERS = "osD^vP*X"
+_STYLES = ("-", "--", ":")
 
 
 def plot_by_length(
@@ -144,7 +145,9 @@ def _draw_line(
 ) -> Any:
     """One arm with its intervals, where it has any; returns the colour."""
     values = [summary[measure] for summary in summaries]
-    (line,) = axes.plot(places, values, marker=_MARKERS[index % len(_MARKERS)], label=arm)
+    # Ten colours, then the same ones again in another style.
+    color, style = f"C{index % 10}", _STYLES[index // 10 % len(_STYLES)]
+    (line,) = axes.plot(places, values, style, color=color, marker=_MARKERS[index % len(_MARKERS)], label=arm)
     for place, summary in zip(places, summaries, strict=True):
         if summary["intervals"][measure] is not None:
             axes.vlines(place, *summary["intervals"][measure], color=line.get_color(), linewidth=1, alpha=0.6)
@@ -152,7 +155,7 @@ def _draw_line(
 
 
 def _figure() -> tuple[Any, Any]:
-    figure = _empty_figure((7.5, 4.5))
+    figure = _empty_figure((9.0, 4.5))
     return figure, figure.add_subplot()
 
 
@@ -168,5 +171,5 @@ def _save(figure: Any, axes: Any, title: str | None, path: str | os.PathLike[str
     if title:
         axes.set_title(title)
     axes.grid(True, alpha=0.3)
-    axes.legend()
+    figure.legend(loc="outside right upper", fontsize="small")  # beside the lines: no arm is hidden
     figure.savefig(path, dpi=150)
