@@ -1,8 +1,5 @@
-"""The parts of the recipes: settings, texts, batches, files, checks before the start, resuming, model card."""
+"""The parts of the recipes: settings, and the models of the arms."""
 
-import copy
-import json
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -10,18 +7,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 import yaml
-from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration
-from experiment import preparing
 from experiment.arms import adapt, build_model, check_arms, load_checkpoint, model_config, poslsh_config, whole_models
-from experiment.corpus import train_tokenizer
-from experiment.files import finish_folder, lock_folder, partial_folder, read_json, write_json, write_text
-from experiment.publishing import check_names
-from experiment.report import model_card
 from experiment.settings import ArmSettings, ModelSettings, SourceSettings, load_settings
 from experiment.sources import read_splits, read_texts
 from peft import LoraConfig, get_peft_model
-from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
 from transformers.integrations.deepspeed import (
     is_deepspeed_zero3_enabled,
@@ -50,11 +39,6 @@ def pretrained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pretrained")
     tiny_model("mistral", max_position_embeddings=32768).save_pretrained(folder)
     return str(folder)
-
-
-@pytest.fixture
-def accelerator():
-    return Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
 
 
 # --- settings
@@ -161,6 +145,12 @@ def test_a_data_folder_starts_at_the_config_file(tmp_path):
     (tmp_path / "texts/b.txt").write_text("two")
     texts = read_splits(load_settings(path).data)
     assert [text.content for split in texts.values() for text in split] == ["one", "two"]
+
+
+def test_a_section_that_the_file_leaves_out_can_be_set():
+    path = RECIPES / "configs" / "qwen3_0.6b_cpu.yaml"
+    assert "card" not in yaml.safe_load(path.read_text())
+    assert load_settings(str(path), ["card.base_model=user/name"]).card == {"base_model": "user/name"}
 
 
 # --- models
@@ -305,266 +295,3 @@ def test_models_are_made_whole_where_zero3_shares_out_what_is_made():
     with whole_models(accelerator):
         pass
     assert not is_deepspeed_zero3_enabled()  # what was off stays off
-
-
-# --- checks before the start
-
-
-def test_prepare_writes_nothing_unless_everything_fits(smoke, accelerator, monkeypatch):
-    def refused(message):
-        with pytest.raises(ValueError, match=message):
-            preparing.prepare(smoke, accelerator, resume=False)
-        assert not Path(smoke.output_dir).exists()
-
-    smoke.evaluation.lengths = [64, 10_000_000]
-    refused("length 10000000 needs 10000001")
-    smoke.evaluation.lengths = [64]
-    smoke.training.length = 10_000_000
-    refused("no training text has 10000000 tokens")
-    smoke.training.length = 64
-    smoke.arms.append(ArmSettings(name="bad", poslsh={"sigma": 0}))
-    refused("arm 'bad': sigma is 0")
-    smoke.arms.pop()
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
-    refused("MiB for its checkpoints, but 1 MiB are free")
-
-
-def test_an_output_folder_is_continued_only_on_request_and_with_the_same_settings(smoke, accelerator, monkeypatch):
-    output = Path(smoke.output_dir)
-    preparing.prepare(smoke, accelerator, resume=True)
-    with pytest.raises(ValueError, match="already holds an experiment; pass --resume"):
-        preparing.prepare(smoke, accelerator, resume=False)
-    preparing.prepare(smoke, accelerator, resume=True)
-
-    def refused(message, settings=smoke):
-        with pytest.raises(ValueError, match=message):
-            preparing.prepare(settings, accelerator, resume=True)
-
-    changed = copy.deepcopy(smoke)
-    changed.training.steps += 1
-    changed.evaluation.lengths = [64]
-    refused(r"other settings \(evaluation.lengths, training.steps\)", changed)
-    with monkeypatch.context() as patch:
-        patch.setattr(Accelerator, "mixed_precision", "bf16")
-        refused(r"other settings \(mixed_precision\)")
-    folder = output.parent / "texts"
-    folder.mkdir()
-    for path in (RECIPES / "data").glob("*.txt"):
-        (folder / path.name).write_text(path.read_text())
-    smoke.data.folder = str(folder)
-    recorded = read_json(output / "settings.json")
-    write_json(output / "settings.json", {**recorded, "data": smoke.to_dict()["data"]})
-    preparing.prepare(smoke, accelerator, resume=True)
-    edited = folder / smoke.data.train[0]
-    edited.write_text(edited.read_text() + "The end.")
-    refused(r"other settings \(texts.train\)")
-    (output / "settings.json").write_text("{")
-    refused("cannot read")
-
-
-def test_a_continued_run_may_change_what_does_not_change_results(smoke, accelerator):
-    preparing.prepare(smoke, accelerator, resume=False)
-    smoke.training.micro_batch_size, smoke.training.save_every, smoke.training.gradient_checkpointing = 1, 2, True
-    smoke.evaluation.batch_tokens, smoke.card = 128, {"license": "mit"}
-    preparing.prepare(smoke, accelerator, resume=True)
-
-
-def test_a_continued_run_needs_room_for_what_is_missing_alone(smoke, tmp_path, monkeypatch):
-    smoke.training.save_every = 5
-    whole = 10 * 2**20  # parameters, all trained: 40 MiB of float32
-
-    def needed():
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
-        with pytest.raises(ValueError, match="are free") as refusal:
-            preparing.check_disk(smoke, whole, whole, tmp_path)
-        return int(str(refusal.value).split("about ")[1].split(" MiB")[0].replace(",", ""))
-
-    states = [3 * 40, 3 * 40]  # weights and two moments, two of them at a time
-    assert len(smoke.arms) == 2
-    assert needed() == 16 + 3 * 40 + sum(states)
-    (tmp_path / "state" / smoke.arms[0].name / "5").mkdir(parents=True)
-    assert needed() == 16 + 3 * 40 + states[0]
-    (tmp_path / smoke.arms[0].name).mkdir()
-    assert needed() == 16 + 2 * 40 + states[0]
-    (tmp_path / smoke.arms[1].name).mkdir()
-    assert needed() == 16
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"passkey_lengths": [5]}, "5"),
-        ({"passkey_lengths": [256], "passkey_depths": [2.0]}, "2.0"),
-        ({"position_length": 100_000_000}, "100000000"),
-        ({"passkey_lengths": [100_000_000]}, "100000000"),
-    ],
-)
-def test_what_only_the_evaluation_needs_is_checked_before_training(smoke, accelerator, change, message):
-    for name, value in change.items():
-        setattr(smoke.evaluation, name, value)
-    with pytest.raises(ValueError, match=message):
-        preparing.prepare(smoke, accelerator, resume=False)
-    assert not Path(smoke.output_dir).exists()
-
-
-def test_clipping_is_what_deepspeed_does(smoke):
-    def accelerator(clipping):
-        plugin = SimpleNamespace(deepspeed_config={"gradient_clipping": clipping})
-        return SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
-
-    preparing.check_clipping(smoke, accelerator(smoke.training.max_grad_norm))
-    preparing.check_clipping(smoke, accelerator("auto"))
-    with pytest.raises(ValueError, match=r"max_grad_norm is 1.0, but gradient_clipping .* is 0.5"):
-        preparing.check_clipping(smoke, accelerator(0.5))
-
-
-def test_a_batch_that_the_processes_cannot_share_is_refused(smoke):
-    with pytest.raises(ValueError, match="batch_size is 4, which 3 processes can't share"):
-        preparing.prepare(smoke, SimpleNamespace(num_processes=3, use_distributed=True), resume=False)
-
-
-def test_processes_that_do_not_know_of_each_other_are_refused(smoke, accelerator, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="several processes were launched"):
-        preparing.prepare(smoke, accelerator, resume=False)
-
-
-def test_training_begins_every_sequence_as_the_tokenizer_does(smoke, accelerator, tmp_path):
-    """Evaluation does so too: what is read there has to be what was trained."""
-    tokenizer = train_tokenizer(read_texts(smoke.data.train, None), smoke.data.vocab_size)
-    tokenizer.add_special_tokens({"bos_token": "<s>"})
-    start = tokenizer.bos_token_id
-    pair = [("<s>", start)]
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=pair)
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    smoke.data.tokenizer = str(tmp_path / "tokenizer")
-    smoke.data.validation, smoke.training.validate_every = ["sotu-1912-taft.txt"], 5
-    for packing in (False, True):
-        smoke.training.packing, smoke.output_dir = packing, str(tmp_path / str(packing))
-        experiment = preparing.prepare(smoke, accelerator, resume=False)
-        for sequences in (experiment.sequences, experiment.validation):
-            assert {int(sequences[index]["input_ids"][0]) for index in range(4)} == {start}
-
-
-# --- files
-
-
-def test_files_are_replaced_in_one_step(tmp_path):
-    write_text(tmp_path / "a/b.txt", "one")
-    write_text(tmp_path / "a/b.txt", "two")
-    assert (tmp_path / "a/b.txt").read_text() == "two"
-    write_json(tmp_path / "c.json", {"x": [1, 2.5]})
-    with pytest.raises(ValueError, match="JSON"):
-        write_json(tmp_path / "c.json", {"x": float("nan")})
-    assert read_json(tmp_path / "c.json") == {"x": [1, 2.5]}
-    for content in ("new", "newer"):
-        write_text(partial_folder(tmp_path / "folder") / "file", content)
-        finish_folder(tmp_path / "folder")
-        assert (tmp_path / "folder/file").read_text() == content
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "c.json", "folder"]
-
-
-# --- model card
-
-
-def results(steps=(1, 1), **changes):
-    """What two arms leave, the first of them patched."""
-
-    def summary(perplexity):
-        return {"perplexity": perplexity, "loss": 1.0, "top_1_accuracy": 0.25, "tokens_scored": 8, "context": [1, 2]}
-
-    def training(steps):
-        figures = {"final_loss": 5.0, "seconds": 1.0, "tokens_per_second": 64.0} if steps else {}
-        return {"parameters": 10, "steps": steps, "tokens": 64 * steps, **figures}
-
-    settings = load_settings(SMOKE).to_dict()
-    for name, change in changes.items():
-        settings[name] = change if settings[name] is None else settings[name] | change
-    content = {
-        "name": "an experiment",
-        "seed": 7,
-        "versions": {"torch": "2"},
-        "protocol": {
-            "name": "same-targets",
-            "tokens_scored": 8,
-            "targets_per_window": 4,
-            "texts": [{"name": "novel.txt", "sha256": "0", "tokens": 99, "tokens_scored": 8}],
-        },
-        "settings": settings,
-        "arms": {
-            "plsh": {"poslsh": {"rope": "drop"}, "training": training(steps[0]), "lengths": {"64": summary(131.25)}},
-            "rope": {"poslsh": None, "training": training(steps[1]), "lengths": {"64": summary(188.04)}},
-        },
-    }
-    return json.loads(json.dumps(content))
-
-
-def test_the_card_holds_every_number_and_valid_metadata():
-    card = model_card(results())
-    assert "| arm | 64 |\n|---|---:|\n| plsh | 131.2 |\n| rope | 188.0 |\n" in card.content
-    assert "| plsh | 25.00 |" in card.content
-    assert "seed (7)" in card.content
-    assert "between L - 3 and L tokens" in card.content
-    assert card.data.library_name == "transformers"
-    metrics = [(result.metric_type, result.metric_value, result.metric_name) for result in card.data.eval_results]
-    assert ("perplexity", 131.25, "Perplexity at 64 tokens, plsh") in metrics
-    assert ("accuracy", 0.25, "Top-1 accuracy at 64 tokens, rope") in metrics
-    assert "{{" not in card.content
-    assert "{%" not in card.content
-    assert [card.data.license, card.data.language] == ["apache-2.0", "en"]
-
-
-@pytest.mark.parametrize(
-    ("steps", "peft", "folder", "loader"),
-    [
-        ((1, 1), None, "plsh", "AutoModelForCausalLM"),
-        ((0, 1), None, "rope", "AutoModelForCausalLM"),
-        ((1, 1), {"r": 2}, "plsh", "load_adapter"),
-        ((0, 1), {"r": 2}, "rope", "AutoPeftModelForCausalLM"),
-        ((0, 0), {"r": 2}, None, None),
-    ],
-)
-def test_the_card_shows_how_to_load_what_was_trained(steps, peft, folder, loader):
-    made = {"pretrained": "org/base", "config": {"rope_theta": 5e5}}
-    changes = {} if peft is None else {"model": made, "peft": peft}
-    content = model_card(results(steps, **changes)).content
-    assert ("of no use for writing" in content) == (peft is None)
-    assert ("## Use" in content) == (folder is not None)
-    if folder is not None:
-        code = content.split("```python\n")[1].split("```")[0]
-        compile(code, "card", "exec")
-        assert f'folder = "{folder}"\n' in code
-        options = "" if peft is None else ", rope_theta=500000.0"
-        assert f"{loader}{'' if loader == 'load_adapter' else '.from_pretrained'}(folder{options})" in code
-        assert f"`python recipes/evaluate.py {folder}` repeats" in content
-
-
-def test_the_card_shows_positional_lsh_where_other_biases_were_trained_too():
-    content = results()
-    content["arms"] = {"window": {**content["arms"]["plsh"], "poslsh": {"bias": "window"}}, **content["arms"]}
-    assert 'folder = "plsh"' in model_card(content).content
-
-
-def test_a_section_that_the_file_leaves_out_can_be_set():
-    path = RECIPES / "configs" / "qwen3_0.6b_cpu.yaml"
-    assert "card" not in yaml.safe_load(path.read_text())
-    assert load_settings(str(path), ["card.base_model=user/name"]).card == {"base_model": "user/name"}
-
-
-def test_a_folder_is_one_runs_at_a_time(tmp_path):
-    lock_folder(tmp_path / "out")
-    with pytest.raises(ValueError, match="out is in use by another run"):
-        lock_folder(tmp_path / "out")
-    lock_folder(tmp_path / "other")
-
-
-def test_names_that_the_hub_would_refuse_are_found_before_training(monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "hf_of_the_tests")
-    settings = load_settings(SMOKE, ["arms=[{name: a+b, poslsh: null}]"])
-    with pytest.raises(ValueError, match=r"repo_id is 'user/x-a\+b'; write 'user/name'"):
-        check_names(settings, "user/x")
-    settings = load_settings(SMOKE, ["model={pretrained: recipes}", "peft={r: 2}"])
-    with pytest.raises(ValueError, match=r"'recipes' are of no use to others.*--set card.base_model=user/name"):
-        check_names(settings, "user/x")
-    settings.card["base_model"] = "user/base"
-    check_names(settings, "user/x")
