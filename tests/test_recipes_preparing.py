@@ -115,10 +115,11 @@ def test_a_continued_run_needs_room_for_what_is_missing_alone(smoke, tmp_path, m
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"passkey_lengths": [5]}, "5"),
-        ({"passkey_lengths": [256], "passkey_depths": [2.0]}, "2.0"),
-        ({"position_length": 100_000_000}, "100000000"),
-        ({"passkey_lengths": [100_000_000]}, "100000000"),
+        ({"device_map": "cuda"}, "device_map is 'cuda'; choose auto or null"),
+        ({"passkey_lengths": [5]}, "length is 5; with this tokenizer a passkey prompt needs"),
+        ({"passkey_lengths": [256], "passkey_depths": [2.0]}, "depth is 2.0"),
+        ({"position_length": 40_000}, "length 40000 exceeds model.config.max_position_embeddings"),
+        ({"passkey_lengths": [40_000]}, "length 40000 exceeds model.config.max_position_embeddings"),
     ],
 )
 def test_what_only_the_evaluation_needs_is_checked_before_training(smoke, accelerator, change, message):

@@ -58,6 +58,8 @@ def plan(settings: EvaluationSettings, documents: Sequence[Sized]) -> Plan:
     """The windows. Raises ValueError if the settings name none, or the documents can't hold them."""
     if settings.dtype not in DTYPES:
         raise ValueError(f"evaluation.dtype is {settings.dtype!r}; choose one of {', '.join(DTYPES)}.")
+    if settings.device_map not in (None, "auto"):
+        raise ValueError(f"evaluation.device_map is {settings.device_map!r}; choose auto or null.")
     document_lengths = [len(document) for document in documents]
     lengths = protocol_windows(
         settings.protocol,
