@@ -19,6 +19,9 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
+_ADDED = ("max_distance",)  # not in files of earlier versions, which meant the default
+
+
 @dataclasses.dataclass(frozen=True)
 class PosLSHConfig:
     """What ``patch_model`` puts in place of a model's attention.
@@ -35,6 +38,10 @@ class PosLSHConfig:
         sigma: length scale in positions: ``"alibi"`` (reciprocal ALiBi slopes, per head), one number, or one
             per query head.
         sink_tokens: the first so many positions of every document stay visible with weight 1.
+        max_distance: the largest rotary distance between a query and a sink token: the pair stands at
+            min(i - j, max_distance); all other keys keep their distance. None: true distances, which a model has not
+            learnt beyond its trained context length. ``"auto"``: a number that follows from the trained context
+            length, filled in by ``patch_model``.
         rope: ``"keep"`` (pretrained models) or ``"drop"`` (no other position signal: training from scratch).
         layers: indices of the layers to patch, or None for all.
         scope: what shares one set of unit draws: every ``"head"`` its own, one per ``"layer"``, one per
@@ -59,6 +66,7 @@ class PosLSHConfig:
     estimator: str = "pooled"
     sigma: str | float | tuple[float, ...] = "alibi"
     sink_tokens: int = 0
+    max_distance: int | str | None = None
     rope: str = "keep"
     layers: tuple[int, ...] | None = None
     scope: str = "head"
@@ -80,6 +88,7 @@ class PosLSHConfig:
         object.__setattr__(self, "layers", _checked_layers(self.layers))
         if not _is_number(self.tolerance) or not 0 < self.tolerance < 1:
             raise ValueError(f"tolerance is {self.tolerance!r}; it must lie between 0 and 1.")
+        self._check_max_distance()
         if self.bias == "window":
             if self.window is None:
                 raise ValueError("bias='window' needs window=<number of visible keys>.")
@@ -96,6 +105,25 @@ class PosLSHConfig:
         if self.resample == "step" and self.bias != "poslsh":
             raise ValueError(f"resample='step' draws hashes; bias={self.bias!r} has none.")
 
+    def _check_max_distance(self) -> None:
+        distance = self.max_distance
+        if distance is None:
+            return
+        if distance != "auto":
+            if isinstance(distance, str):
+                raise ValueError(f"max_distance is {distance!r}; give an integer of at least 1, 'auto' or None.")
+            _check_int("max_distance", distance, 1, 2**31 - 1)
+        if self.rope == "drop":
+            raise ValueError(
+                f"max_distance={distance!r} bounds rotary distances; rope='drop' has none. Leave one out."
+            )
+        if self.sink_tokens == 0 or self.bias == "none":
+            raise ValueError(
+                f"max_distance={distance!r} bounds the rotary distance of what a query sees outside of its band; "
+                f"with bias={self.bias!r} and sink_tokens={self.sink_tokens} that is nothing. Set sink_tokens (and "
+                "another bias than 'none'), or leave max_distance out."
+            )
+
     @classmethod
     def paper(cls, **fields: Any) -> PosLSHConfig:
         """The paper's set-up: independent draws, ALiBi slopes, no RoPE (for training from scratch)."""
@@ -103,8 +131,13 @@ class PosLSHConfig:
 
     @classmethod
     def pretrained(cls, **fields: Any) -> PosLSHConfig:
-        """What a pretrained model survives without training: sigma 256, one sink token, RoPE kept."""
-        return cls(**{"sigma": 256.0, "sink_tokens": 1, "rope": "keep", **fields})
+        """What a pretrained model survives without training, at any length.
+
+        Sigma 256, RoPE kept, and one sink token whose rotary distance stays within the trained context length.
+        """
+        fields = {"sigma": 256.0, "sink_tokens": 1, "rope": "keep", **fields}
+        sees_far = fields["sink_tokens"] != 0 and fields["rope"] == "keep" and fields.get("bias") != "none"
+        return cls(**{"max_distance": "auto" if sees_far else None, **fields})
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as JSON types (tuples become lists)."""
@@ -137,15 +170,14 @@ class PosLSHConfig:
         Raises:
             ValueError: as ``from_dict``, or a field is missing: its default may be another model than the saved one.
         """
-        config = cls.from_dict(fields)
-        # A field that a later version adds is not in older files: exempt it here if its default is what they meant.
-        missing = [field.name for field in dataclasses.fields(cls) if field.name not in fields]
+        known = [field.name for field in dataclasses.fields(cls)] if isinstance(fields, Mapping) else []
+        missing = [name for name in known if name not in {*fields, *_ADDED}]
         if missing:
             raise ValueError(
                 f"the saved PosLSHConfig (entry 'poslsh' of a config.json) lacks {missing}; it was edited. Put back "
                 "what was saved, or patch the original again."
             )
-        return config
+        return cls.from_dict(fields)
 
     def replace(self, **fields: Any) -> PosLSHConfig:
         """A copy with some fields changed, checked again."""

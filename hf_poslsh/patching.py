@@ -30,7 +30,9 @@ from hf_poslsh.models.modeling import (
     PosLSHCompositeMixin,
     PosLSHModelMixin,
     check_whole,
+    method_of,
 )
+from hf_poslsh.models.rope import auto_max_distance
 
 Model = TypeVar("Model", bound=nn.Module)
 _UNDO = "_poslsh_undo"
@@ -106,7 +108,7 @@ def patch_model(model: Model, config: PosLSHConfig | None = None, **fields: Any)
     )
     setattr(target, _UNDO, undo)
     # An adapter that is saved now must not name the original as its base: it would load on the unpatched model.
-    marked = target.name_or_path = marked_name(undo.name_or_path, method)
+    marked = target.name_or_path = marked_name(undo.name_or_path, method_of(ours.get_text_config()))
     undo.patched_fields = [copy.deepcopy(vars(part)) for part in _parts(ours)]
     for adapter in adapters.values():
         adapter.base_model_name_or_path = marked
@@ -138,6 +140,7 @@ def unpatch_model(model: Model) -> Model:
         if type(module) in HOSTS:
             set_class(module, HOSTS[type(module)])
             module.__dict__.pop("_poslsh_step", None)
+            module.__dict__.pop("_poslsh_warned", None)
             if tags := module.__dict__.get("model_tags"):
                 module.__dict__["model_tags"] = [tag for tag in tags if tag not in MODEL_TAGS] or None
     host = host_config(ours) if undo is None else _with_changes(undo, ours)
@@ -172,6 +175,8 @@ def patched_config(host: Any, method: PosLSHConfig) -> Any:
     for part in _parts(ours):
         part.__class__ = family.classes[type(part)]
     text = ours.get_text_config()
+    if method.max_distance == "auto":
+        method = method.replace(max_distance=auto_max_distance(text))
     text.poslsh = method.to_dict()
     text._attn_implementation = ATTENTION_NAME
     check_method(text)

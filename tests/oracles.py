@@ -49,6 +49,40 @@ def dense_logits(model, ids, weights, **kwargs):
             hook.remove()
 
 
+def bounded_logits(model, ids, weights, far_keys, max_distance):
+    """As ``dense_logits``, where keys of ``far_keys`` stand at the rotary distance min(i - j, max_distance).
+
+    Every query is computed on its own, with all keys rotated by the host itself for that one query: key j at
+    i - min(i - j, max_distance). Nothing of the package takes part.
+    """
+    base, n = model.model, ids.shape[1]
+
+    def one_query_at_a_time(layer, forward):
+        mask = torch.as_tensor(weights[layer]).log().float()[None]
+
+        def attention(hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
+            rows = []
+            for query in range(n):
+                places = torch.arange(n)
+                near = torch.maximum(places, torch.tensor(query - max_distance))
+                places = torch.where(far_keys, near, places)
+                rotation = base.rotary_emb(hidden_states, places[None])
+                kwargs["position_embeddings"] = rotation
+                rows.append(forward(hidden_states, attention_mask=mask, **kwargs)[0][:, query])
+            return torch.stack(rows, 1), None
+
+        return attention
+
+    for index, layer in enumerate(base.layers):
+        layer.self_attn.forward = one_query_at_a_time(index, layer.self_attn.forward)
+    try:
+        with torch.no_grad():
+            return model(ids, use_cache=False).logits
+    finally:
+        for layer in base.layers:
+            del layer.self_attn.forward
+
+
 def causal(n):
     return np.tril(np.ones((1, n, n)))
 

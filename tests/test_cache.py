@@ -22,7 +22,10 @@ both_sinks = pytest.mark.parametrize("sinks", [0, 2])
 
 
 def patched(family, sinks=2, overrides=None, **fields):
-    return patch_model(tiny_model(family, **(overrides or {})), METHOD.replace(sink_tokens=sinks, **fields))
+    return patch_model(
+        tiny_model(family, **(overrides or {})),
+        METHOD.replace(sink_tokens=sinks, max_distance=5 if sinks else None, **fields),
+    )
 
 
 def generate(model, ids, new=40, **kwargs):

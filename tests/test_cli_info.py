@@ -78,6 +78,30 @@ def test_info_in_words(patched, host):
     assert "not patched. Qwen3ForCausalLM; `hf-poslsh patch" in run("info", host).stdout
 
 
+def test_info_says_what_lies_beyond_the_trained_length(tmp_path, host):
+    assert "trained context length: 512 tokens\n" in run("info", host).stdout
+    scaled = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256, "rope_theta": 1e4}
+    for index, (parameters, fields, words) in enumerate(
+        [
+            (
+                None,
+                {"sink_tokens": 1},
+                "512 tokens; beyond, the rotary distance of sink tokens is untrained: patch with",
+            ),
+            (
+                None,
+                {"sink_tokens": 1, "max_distance": "auto"},
+                "sink tokens stay within 64 positions of rotary distance",
+            ),
+            (None, {"sink_tokens": 0}, "trained context length: 512 tokens\n"),
+            (scaled, {"sink_tokens": 0}, "256 tokens, 512 with its rescaled RoPE frequencies\n"),
+        ]
+    ):
+        model = tiny_model("qwen3", **({} if parameters is None else {"rope_parameters": parameters}))
+        patch_model(model, sigma=4.0, **fields).save_pretrained(tmp_path / str(index))
+        assert words in run("info", tmp_path / str(index)).stdout
+
+
 def test_info_of_other_models(tmp_path):
     LlamaConfig().save_pretrained(tmp_path)
     result = data_of("info", tmp_path)

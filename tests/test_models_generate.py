@@ -16,7 +16,9 @@ NEW = 12
 
 def patched(family, limited=True, **fields):
     overrides = LIMITED[family] if limited else {}
-    return patch_model(tiny_model(family, **overrides), sigma=SIGMA, num_samples=6, sink_tokens=1, **fields)
+    return patch_model(
+        tiny_model(family, **overrides), sigma=SIGMA, num_samples=6, sink_tokens=1, max_distance=5, **fields
+    )
 
 
 def greedy(model, row, new=NEW):

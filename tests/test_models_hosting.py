@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, QuantoConfig
 from hf_poslsh import PosLSHConfig, patch_model, unpatch_model
 from hf_poslsh.testing import tiny_model
 
-METHOD = PosLSHConfig(sigma=SIGMA, num_samples=6, sink_tokens=1)
+METHOD = PosLSHConfig(sigma=SIGMA, num_samples=6, sink_tokens=1, max_distance=5)
 PLACES = {
     "model.embed_tokens": "cpu",
     "model.layers.0": "disk",

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from hf_poslsh import PosLSHConfig, patch_model, unpatch_model
 from hf_poslsh.testing import tiny_config, tiny_model
 
-METHOD = PosLSHConfig(sigma=SIGMA, num_samples=6, sink_tokens=1)
+METHOD = PosLSHConfig(sigma=SIGMA, num_samples=6, sink_tokens=1, max_distance=5)
 VISION = {
     "hidden_size": 16,
     "intermediate_size": 64,

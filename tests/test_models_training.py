@@ -17,7 +17,7 @@ from hf_poslsh import PosLSHConfig, StepCallback, load_adapter, patch_model, pos
 from hf_poslsh.models.compat import CACHE_NAME
 from hf_poslsh.testing import FAMILIES, tiny_model
 
-METHOD = PosLSHConfig(sigma=SIGMA, num_samples=6, sink_tokens=1)
+METHOD = PosLSHConfig(sigma=SIGMA, num_samples=6, sink_tokens=1, max_distance=5)
 
 
 def rows(lengths=(12,) * 8):

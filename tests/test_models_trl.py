@@ -20,7 +20,7 @@ from hf_poslsh.testing import tiny_model
 
 trl = pytest.importorskip("trl", reason="trl is not installed")
 
-METHOD = PosLSHConfig(sigma=SIGMA, num_samples=6, sink_tokens=1)
+METHOD = PosLSHConfig(sigma=SIGMA, num_samples=6, sink_tokens=1, max_distance=5)
 LENGTHS = (5, 9, 14, 7, 11, 3, 8, 12)
 
 

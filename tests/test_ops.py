@@ -10,6 +10,7 @@ import torch
 from hf_poslsh import PositionalHash, alibi_slopes, positional_lsh_attention
 from hf_poslsh.ops.bias import PositionBias
 from hf_poslsh.ops.functional import biased_attention, make_layout
+from hf_poslsh.ops.rotary import Rotary, make_turns
 
 F64 = {"rtol": 1e-9, "atol": 1e-10}
 F32 = {"rtol": 2e-4, "atol": 2e-5}
@@ -428,10 +429,11 @@ def test_operator_contract():
     q, k, v = [tensor.requires_grad_() for tensor in inputs(queries=20)]
     layout = make_layout(q, k)
     hashes = hashes_for(4)
+    turns = make_turns(Rotary(torch.ones(5, dtype=torch.float64)), layout.query_positions, 6, 2, torch.float64)
     arguments = (
         q, k, v, torch.tensor(hashes.widths), torch.tensor(hashes.shifts), torch.zeros(4, dtype=torch.float64),
-        torch.tensor(hashes.reach), layout.query_positions, layout.key_positions, None, None, 1, True, 2**62, 2**62,
-        0.25,
+        torch.tensor(hashes.reach), layout.query_positions, layout.key_positions, None, None, turns.queries,
+        turns.sinks, 2, True, 2**62, 2**62, 0.25, 6, False,
     )  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

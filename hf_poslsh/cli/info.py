@@ -9,6 +9,7 @@ from hf_poslsh.cli.costs import LayerCost, Shape, full_cost, layer_costs, number
 from hf_poslsh.cli.source import Source, read_source
 from hf_poslsh.cli.text import share, size, span, table
 from hf_poslsh.models.families import check_method, supported_models
+from hf_poslsh.models.rope import covered_length, trained_length
 from hf_poslsh.slopes import resolve_sigma
 
 
@@ -46,6 +47,7 @@ def inspect(name: str, length: int | None, batch: int, dtype: str | None) -> dic
         check_method(text)
     length = text.max_position_embeddings if length is None else length
     dtype, bytes_per_number = number_format(source.config, dtype)
+    result |= {"trained_length": trained_length(text), "covered_length": covered_length(text)}
     return {**result, "dtype": dtype, **_costs(source, length, batch, bytes_per_number)}
 
 
@@ -83,7 +85,7 @@ def describe(result: dict[str, Any]) -> str:
             f"The config of the base model could not be read, so its sizes are not known: {result['problem']}"
         )
     if "layers" in result:
-        parts.append(_sizes(result))
+        parts += [_trained(result), _sizes(result)]
     return "\n\n".join(parts)
 
 
@@ -103,6 +105,19 @@ def _heading(result: dict[str, Any]) -> str:
 
 def _fields(method: dict[str, Any]) -> list[list[str]]:
     return [[f"  {key}", str(value)] for key, value in method.items()]
+
+
+def _trained(result: dict[str, Any]) -> str:
+    trained, covered, method = result["trained_length"], result["covered_length"], result["method"]
+    scaled = f", {covered:,} with its rescaled RoPE frequencies" if covered > trained else ""
+    text = f"trained context length: {trained:,} tokens{scaled}"
+    if method is None or method["rope"] == "drop" or not method["sink_tokens"] or method["bias"] == "none":
+        return text
+    if method["max_distance"] is not None:
+        return (
+            f"{text}; sink tokens stay within {method['max_distance']:,} positions of rotary distance at any length"
+        )
+    return f"{text}; beyond, the rotary distance of sink tokens is untrained: patch with max_distance='auto'"
 
 
 def _sizes(result: dict[str, Any]) -> str:

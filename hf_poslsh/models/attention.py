@@ -135,7 +135,10 @@ def poslsh_attention(
     query, key = query.to(value.dtype), key.to(value.dtype)
     method = context.method
     bias = _bias(dict(config.poslsh), query.shape[1], layer, context.step)
-    out, _ = biased_attention(query, key, value, bias, layout, scaling, method.estimator, method.impl)
+    turns = context.turns if getattr(module, "use_rope", True) else None  # some layers of Llama-4 don't rotate
+    if turns is not None:
+        turns = turns.on(query.device)
+    out, _ = biased_attention(query, key, value, bias, layout, scaling, method.estimator, method.impl, turns=turns)
     return out.transpose(1, 2).contiguous(), None
 
 

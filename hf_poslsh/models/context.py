@@ -13,6 +13,7 @@ import torch
 
 from hf_poslsh.config import PosLSHConfig
 from hf_poslsh.ops.bias import Layout
+from hf_poslsh.ops.rotary import Turns
 from hf_poslsh.static_cache import Ring
 
 
@@ -28,6 +29,7 @@ class Context(NamedTuple):
         key_slots: of every layer, first slot and number of its keys, or the slots of all its keys, int64 ``(K,)``,
             or the ring that they are in.
         step: training step that keys the draws, or None for the fixed ones.
+        turns: of the queries and of sinks, where the method bounds their rotary distance; else None.
     """
 
     method: PosLSHConfig
@@ -36,6 +38,7 @@ class Context(NamedTuple):
     first_query: int | torch.Tensor
     key_slots: tuple[tuple[int, int] | torch.Tensor | Ring, ...]
     step: int | None
+    turns: Turns | None = None
 
     def num_keys(self, layer: int, queries: int) -> int:
         """Number of keys that a layer's attention is to be given for so many queries."""

@@ -24,10 +24,11 @@ from hf_poslsh.models.attention import PosLSHAttentionMixin
 from hf_poslsh.models.compat import register_output_recorders, sub_configs_of
 from hf_poslsh.models.configuration import PosLSHCompositeConfigMixin, PosLSHConfigMixin
 from hf_poslsh.models.modeling import PosLSHBaseModelMixin, PosLSHCompositeMixin, PosLSHModelMixin, method_of
+from hf_poslsh.models.rope import ROTARY_KINDS, check_max_distance
 from hf_poslsh.ops.bias import bias_from_config
 
-# model type, config, attention, base model, heads by the Auto class that loads them
-_TABLE: tuple[tuple[str, type, type, type, dict[str, type]], ...] = (
+# model type, config, attention, base model, heads by the Auto class that loads them, pairs of rotated dimensions
+_TABLE: tuple[tuple[str, type, type, type, dict[str, type], str], ...] = (
     (
         "mistral",
         transformers.MistralConfig,
@@ -39,6 +40,7 @@ _TABLE: tuple[tuple[str, type, type, type, dict[str, type]], ...] = (
             "AutoModelForTokenClassification": transformers.MistralForTokenClassification,
             "AutoModelForQuestionAnswering": transformers.MistralForQuestionAnswering,
         },
+        "half",
     ),
     (
         "qwen3",
@@ -51,6 +53,7 @@ _TABLE: tuple[tuple[str, type, type, type, dict[str, type]], ...] = (
             "AutoModelForTokenClassification": transformers.Qwen3ForTokenClassification,
             "AutoModelForQuestionAnswering": transformers.Qwen3ForQuestionAnswering,
         },
+        "half",
     ),
     (
         "llama4_text",
@@ -58,6 +61,7 @@ _TABLE: tuple[tuple[str, type, type, type, dict[str, type]], ...] = (
         Llama4TextAttention,
         transformers.Llama4TextModel,
         {"AutoModelForCausalLM": transformers.Llama4ForCausalLM},
+        "interleaved",
     ),
 )
 
@@ -74,6 +78,7 @@ class Family:
         attention: our attention class.
         base: our base model class.
         classes: host class to our class: config, attention, base model and heads.
+        rotary: how pairs of dimensions are rotated, ``"half"`` or ``"interleaved"``; None: not known.
     """
 
     model_type: str
@@ -81,6 +86,7 @@ class Family:
     attention: type
     base: type
     classes: dict[type, type]
+    rotary: str | None = None
 
 
 def _subclass(host: type, *mixins: type, **attributes: Any) -> type:
@@ -93,7 +99,9 @@ def _subclass(host: type, *mixins: type, **attributes: Any) -> type:
     return made
 
 
-def register_family(model_type: str, config: type, attention: type, base: type, heads: Mapping[str, type]) -> Family:
+def register_family(
+    model_type: str, config: type, attention: type, base: type, heads: Mapping[str, type], rotary: str | None = None
+) -> Family:
     """Makes a model type patchable, saved checkpoints of it loadable, for this process.
 
     It must be called before ``patch_model`` and before a patched checkpoint of the type is loaded.
@@ -106,16 +114,21 @@ def register_family(model_type: str, config: type, attention: type, base: type, 
             (no soft cap, no bias, no sinks), and hands its keyword arguments on.
         base: its base model, whose ``layers[i].self_attn`` are of class ``attention``.
         heads: model classes by the name of the Auto class that loads them.
+        rotary: which dimensions its rotary embedding turns together: ``"half"``, (m, m + pairs), which most models
+            do, or ``"interleaved"``, (2 m, 2 m + 1). Without it the family has no ``max_distance``.
 
     Returns:
         The family.
 
     Raises:
-        ValueError: ``model_type`` is registered already, or its checkpoints are converted while they are loaded, as
-            those of mixtures of experts are: transformers does that for its own classes only.
+        ValueError: ``model_type`` is registered already, ``rotary`` is unknown, or checkpoints of the type are
+            converted while they are loaded, as those of mixtures of experts are: transformers does that for its own
+            classes only.
     """
     if any(family.model_type == model_type for family in FAMILIES):
         raise ValueError(f"the model type {model_type!r} is registered already.")
+    if rotary not in (None, *ROTARY_KINDS):
+        raise ValueError(f"rotary is {rotary!r}; choose {' or '.join(ROTARY_KINDS)}, or None if it is not known.")
     if any(get_checkpoint_conversion_mapping(name) for name in (model_type, *(h.__name__ for h in heads.values()))):
         raise ValueError(
             f"checkpoints of {model_type!r} are converted while they are loaded (a mixture of experts?), which "
@@ -123,14 +136,14 @@ def register_family(model_type: str, config: type, attention: type, base: type, 
         )
     our_config = _subclass(config, PosLSHConfigMixin, model_type=f"poslsh_{model_type}")
     our_attention = _subclass(attention, PosLSHAttentionMixin)
-    our_base = _subclass(base, PosLSHBaseModelMixin, config_class=our_config)
+    our_base = _subclass(base, PosLSHBaseModelMixin, config_class=our_config, _poslsh_rotary=rotary)
     models = {"AutoModel": our_base}
     for auto_class, host in heads.items():
         models[auto_class] = _subclass(host, PosLSHModelMixin, config_class=our_config)
     _register(model_type, our_config, models)
     classes = {host: models[auto_class] for auto_class, host in heads.items()}
     classes |= {config: our_config, attention: our_attention, base: our_base}
-    family = Family(model_type, our_config, our_attention, our_base, classes)
+    family = Family(model_type, our_config, our_attention, our_base, classes, rotary)
     FAMILIES.append(family)
     HOSTS.update({ours: host for host, ours in classes.items()})
     return family
@@ -235,6 +248,8 @@ def check_method(config: Any) -> None:
             f"layers is {list(method.layers)} but the model has layers 0 to {config.num_hidden_layers - 1}."
         )
     bias_from_config(method, config.num_attention_heads)
+    family = family_of(config)
+    check_max_distance(method, config, None if family is None else family.rotary)
     _check_architectures(config)
 
 

@@ -25,6 +25,8 @@ from hf_poslsh.models.attention import ATTENTION_NAME, host_limits
 from hf_poslsh.models.compat import CACHE_NAME, can_record, key_slots, tokens_seen
 from hf_poslsh.models.configuration import check_attention_name
 from hf_poslsh.models.context import Context, place_tokens
+from hf_poslsh.models.rope import covered_length, rotary_of
+from hf_poslsh.ops.rotary import Turns, make_turns
 from hf_poslsh.static_cache import has_rings, make_static_bounded, plan_rings, require
 
 if TYPE_CHECKING:
@@ -187,6 +189,8 @@ class PosLSHBaseModelMixin(PosLSHModelMixin):
     """A patched base model: it tells the attention layers where the tokens stand."""
 
     _poslsh_step: int | None = None
+    _poslsh_rotary: str | None = None  # set by register_family
+    _poslsh_warned = False
 
     def forward(
         self,
@@ -248,20 +252,58 @@ class PosLSHBaseModelMixin(PosLSHModelMixin):
         )
         method = method_of(self.config)
         step = self._draw_step(method)
+        turns = self._turns(method, positions, queries, seen)
+        self._warn_of_untrained_distances(method, positions, mask is None and segments is None)
         if cache is not None and has_rings(cache):
             rings = plan_rings(cache, queries, seen, positions, segments, _sights(self.config, step))
             slots = tuple(rings.get(layer, span) for layer, span in enumerate(slots_of_layers))
-            return Context(method, positions, segments, seen, slots, step)
+            return Context(method, positions, segments, seen, slots, step, turns)
         if cache is not None and drops_keys(cache):
             sights = _sights(self.config, step)
             if torch.compiler.is_compiling() and not has_bounded(cache):
                 check_windows(slots_of_layers, queries, sights)
-                return Context(method, positions, segments, seen, slots_of_layers, step)
+                return Context(method, positions, segments, seen, slots_of_layers, step, turns)
             slots_of_layers = plan_forward(
                 cache, queries, int(seen), slots_of_layers, positions, segments, sights,
                 keep_all=step is not None,  # the next step's draws may reach further
             )  # fmt: skip
-        return Context(method, positions, segments, seen, slots_of_layers, step)
+        return Context(method, positions, segments, seen, slots_of_layers, step, turns)
+
+    def _turns(
+        self, method: PosLSHConfig, positions: torch.Tensor, queries: int, seen: int | torch.Tensor
+    ) -> Turns | None:
+        if method.max_distance is None:
+            return None
+        assert isinstance(method.max_distance, int)
+        assert self._poslsh_rotary is not None
+        slots = seen + torch.arange(queries, device=positions.device)
+        dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
+        return make_turns(
+            rotary_of(self, self._poslsh_rotary),
+            positions.index_select(1, slots),
+            method.max_distance,
+            method.sink_tokens,
+            dtype,
+        )
+
+    def _warn_of_untrained_distances(self, method: PosLSHConfig, positions: torch.Tensor, whole: bool) -> None:
+        """Warns once, ``whole``: where every slot is a token of one document, whose number is its length."""
+        distant = method.sink_tokens > 0 and method.max_distance is None and method.rope == "keep"
+        length = covered_length(self.config)
+        if not distant or positions.shape[1] <= length or self._poslsh_warned or torch.compiler.is_compiling():
+            return
+        tokens = positions.shape[1] if whole else int(positions.max()) + 1
+        layers = range(self.config.num_hidden_layers) if method.layers is None else method.layers
+        sights = _sights(self.config)
+        modules: Any = self.layers
+        rotated = [layer for layer in layers if getattr(modules[layer].self_attn, "use_rope", True)]
+        if tokens > length and any(min(sights[i].window, sights[i].chunk) > length for i in rotated):
+            self._poslsh_warned = True
+            logger.warning(
+                f"a text of {tokens} tokens is longer than the {length} that this model's rotary embedding was "
+                "trained for, and its sink tokens stand at their true rotary distance: expect the loss to climb. "
+                "Patch with PosLSHConfig(max_distance='auto'), which keeps that distance within the trained length."
+            )
 
     def _draw_step(self, method: PosLSHConfig) -> int | None:
         if method.resample != "step" or not self.training:

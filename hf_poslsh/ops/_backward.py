@@ -10,6 +10,7 @@ from hf_poslsh.ops._rows import (
     add_rows,
     clear,
     clear_around,
+    copy,
     end_groups,
     enter_bins,
     gather,
@@ -22,6 +23,8 @@ from hf_poslsh.ops._rows import (
     score_gradient,
     strip_end,
     subtract_slope,
+    turn_panels,
+    turn_row,
     unpack_row,
     visible,
     visible_sinks,
@@ -35,9 +38,20 @@ LN2 = 0.6931471805599453
 
 
 @jit
+def _turn_back(far_sums, positions, document, sinks, turns, rules, sums):
+    """Adds the gradient of sinks that were turned to position 0, turned back, to that of the sinks."""
+    width, one = round_up(rules.depth, BLOCK), far_sums.dtype.type(1)
+    for j in range(sinks):
+        at = j * width
+        turn_row(far_sums, at, turns, positions[document + j] * 2 * rules.pairs, -one, rules, far_sums, at)
+        for d in range(rules.depth):
+            sums[at + d] += far_sums[at + d]
+
+
+@jit
 def backward(
     queue, items, strides, query, key, value, out, out_grad, lse, lse_grad, query_grad, key_grad, value_grad, rules,
-    tables, scratch, band, sink, one,
+    tables, scratch, band, sink, far, one,
 ):  # fmt: skip
     """Takes items from ``queue``, writes their rows of ``query_grad`` and adds to ``key_grad`` and ``value_grad``.
 
@@ -48,7 +62,7 @@ def backward(
     = dout_i . out_i - dlse_i; dq = scale dS k, dk = scale dS^T q, dv = P^T dout.
     """
     tables, scratch = lend(tables, scratch)
-    band, sink = lend_columns(band), lend_columns(sink)
+    band, sink, far = lend_columns(band), lend_columns(sink), lend_columns(far)
     query, key, value, out, out_grad = unowned(query), unowned(key), unowned(value), unowned(out), unowned(out_grad)
     lse, lse_grad, query_grad = unowned(lse), unowned(lse_grad), unowned(query_grad)
     key_grad, value_grad = unowned(key_grad), unowned(value_grad)
@@ -61,6 +75,7 @@ def backward(
     group_size = rules.heads // rules.kv_heads
     kind = query.dtype
     factor, ln2, scale = kind.type(rules.scale * LOG2E), kind.type(LN2), kind.type(rules.scale)
+    limit, turn_size = rules.max_distance, 2 * rules.pairs
     sink.counts[:] = samples
     sink.starts[:] = 0
 
@@ -73,6 +88,7 @@ def backward(
         positions, documents = tables.query_position[b % rows], tables.query_keys[b % rows]
         slots, key_slots = tables.query_slot[b % rows], tables.key_slot[b % rows]
         key_positions = tables.key_position[b % rows]
+        query_turns = tables.query_turns[b % tables.query_turns.shape[0]]
         k_at = strides[1, 0] + b * strides[1, 1] + g * strides[1, 2]
         v_at = strides[2, 0] + b * strides[2, 1] + g * strides[2, 2]
         dk_at = strides[6, 0] + b * strides[6, 1] + g * strides[6, 2]
@@ -99,6 +115,10 @@ def backward(
                 used = (size + ROWS - 1) // ROWS
                 if documents[start, 0] != document or documents[start, 1] != end:
                     if sinks:
+                        if turn_size:
+                            _turn_back(
+                                far.key_sums, key_positions, document, sinks, tables.sink_turns, rules, sink.key_sums
+                            )
                         add_rows(
                             sink.key_sums, width, key_slots, document, document + sinks, key_grad, dk_at,
                             strides[6, 3], strides[6, 4], depth, ln2,
@@ -126,6 +146,17 @@ def backward(
                             key, k_at, strides[1, 3], strides[1, 4], key_slots, document, document + sinks, depth,
                             one, sink.rows, width,
                         )  # fmt: skip
+                        if turn_size:
+                            turn_panels(
+                                sink.panels, key_positions, document, document + sinks, tables.sink_turns, rules,
+                                far.panels,
+                            )  # fmt: skip
+                            for j in range(sinks):
+                                turn_row(
+                                    sink.rows, j * width, tables.sink_turns, key_positions[document + j] * turn_size,
+                                    one, rules, far.rows, j * width,
+                                )  # fmt: skip
+                            clear(far.key_sums, 0, far.key_sums.size)
                         clear(sink.key_sums, 0, sink.key_sums.size)
                         clear(sink.value_sums, 0, sink.value_sums.size)
                 if positions[start] > seen[2]:
@@ -150,8 +181,21 @@ def backward(
                     unpack_row(out_strip, i, depth, one, scratch.wide_out_strip, i * width, 1, depth)
                 score(one, strip, depth, band.panels, panel, band.weights, stride, used, ends)
                 score(one, out_strip, depth, band.value_panels, panel, band.gradients, stride, used, ends)
-                if sinks:
+                some_far = sinks > 0 and positions[stop - 1] - key_positions[document] > limit
+                some_near = sinks > 0 and positions[start] - key_positions[document + sinks - 1] <= limit
+                if some_far:
+                    for i in range(size):
+                        turn_row(
+                            strip, i * depth, query_turns, slots[start + i] * turn_size, one, rules,
+                            scratch.far_strip, i * depth,
+                        )  # fmt: skip
+                        unpack_row(scratch.far_strip, i, depth, one, scratch.far_wide_strip, i * width, 1, depth)
+                    score(
+                        one, scratch.far_strip, depth, far.panels, 0, far.weights, rules.sink_stride, used, sink.ends
+                    )
+                if some_near:
                     score(one, strip, depth, sink.panels, 0, sink.weights, rules.sink_stride, used, sink.ends)
+                if sinks:
                     score(
                         one, out_strip, depth, sink.value_panels, 0, sink.gradients, rules.sink_stride, used,
                         sink.ends,
@@ -187,12 +231,20 @@ def backward(
                     if sinks:
                         mine = i * rules.sink_stride
                         first, last = visible_sinks(position, document, sinks, key_positions, causal, window, chunk)
+                        split = 0
+                        if some_far:
+                            split = first_key(key_positions, document, document + sinks, position - limit) - document
+                            copy(far.weights, mine, mine + split, sink.weights)
                         if last > first:
                             vectors = pad(sink.weights, mine + first, mine + last)
                             weigh(one, address(sink.weights, mine + first), address(sink.counts, 0), vectors, shift)
                             score_gradient(sink.gradients, sink.weights, mine + first, mine + last, delta)
                         clear_around(sink.weights, mine, mine + first, mine + last, 0, sinks)
                         clear_around(sink.gradients, mine, mine + first, mine + last, 0, sinks)
+                        if some_far:  # what comes through turned pairs, and what does not
+                            copy(sink.gradients, mine, mine + split, far.gradients)
+                            clear_around(far.gradients, mine, mine, mine + split, 0, sinks)
+                            clear(sink.gradients, mine, mine + split)
                 clear(result, 0, used * ROWS * width)
                 gather(
                     one, band.gradients, stride, starts, ends, band.rows, (origin - base) * width, width, result,
@@ -206,6 +258,23 @@ def backward(
                     one, band.weights, stride, band.row_starts, band.row_ends, size, scratch.wide_out_strip, width,
                     band.value_sums, origin - base,
                 )  # fmt: skip
+                if some_far:
+                    clear(scratch.far_result, 0, used * ROWS * width)
+                    gather(
+                        one, far.gradients, rules.sink_stride, sink.starts, sink.ends, far.rows, 0, width,
+                        scratch.far_result, width, used,
+                    )  # fmt: skip
+                    scatter(
+                        one, far.gradients, rules.sink_stride, sink.row_starts, sink.row_ends, size,
+                        scratch.far_wide_strip, width, far.key_sums, 0,
+                    )  # fmt: skip
+                    for i in range(size):
+                        turn_row(
+                            scratch.far_result, i * width, query_turns, slots[start + i] * turn_size, -one, rules,
+                            scratch.far_result, i * width,
+                        )  # fmt: skip
+                        for d in range(depth):
+                            result[i * width + d] += scratch.far_result[i * width + d]
                 if sinks:
                     gather(
                         one, sink.gradients, rules.sink_stride, sink.starts, sink.ends, sink.rows, 0, width, result,
@@ -226,6 +295,8 @@ def backward(
                     )  # fmt: skip
                 start = stop
             if sinks:
+                if turn_size:
+                    _turn_back(far.key_sums, key_positions, document, sinks, tables.sink_turns, rules, sink.key_sums)
                 add_rows(
                     sink.key_sums, width, key_slots, document, document + sinks, key_grad, dk_at, strides[6, 3],
                     strides[6, 4], depth, ln2,

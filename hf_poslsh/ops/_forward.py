@@ -18,6 +18,7 @@ import numpy as np
 from hf_poslsh.ops._rows import (
     clear,
     consecutive,
+    copy,
     end_groups,
     enter_bins,
     gather,
@@ -28,6 +29,8 @@ from hf_poslsh.ops._rows import (
     score,
     strip_end,
     subtract_slope,
+    turn_panels,
+    turn_row,
     unpack_row,
     visible,
     visible_sinks,
@@ -41,14 +44,14 @@ LN2 = 0.6931471805599453
 
 
 @jit
-def forward(queue, items, strides, query, key, value, out, lse, rules, tables, scratch, band, sink, one):
+def forward(queue, items, strides, query, key, value, out, lse, rules, tables, scratch, band, sink, far, one):
     """Takes items from ``queue`` and writes their rows of ``out`` and ``lse``.
 
     Tensors are flat views of their storage; ``strides`` is int64 ``(4, 5)``: offset and strides (batch, head,
-    token, dim) of query, key, value and out. ``band`` and ``sink`` are ``Columns``; ``one`` carries the type.
+    token, dim) of query, key, value and out. ``band``, ``sink`` and ``far`` are ``Columns``; ``one`` has the type.
     """
     tables, scratch = lend(tables, scratch)
-    band, sink = lend_columns(band), lend_columns(sink)
+    band, sink, far = lend_columns(band), lend_columns(sink), lend_columns(far)
     query, key, value, out, lse = unowned(query), unowned(key), unowned(value), unowned(out), unowned(lse)
     items, strides = unowned(items), unowned(strides)
     depth, width, stride = rules.depth, round_up(rules.depth, BLOCK), rules.stride
@@ -59,6 +62,7 @@ def forward(queue, items, strides, query, key, value, out, lse, rules, tables, s
     group_size = rules.heads // rules.kv_heads
     kind = query.dtype
     factor = kind.type(rules.scale * LOG2E)
+    limit, turn_size = rules.max_distance, 2 * rules.pairs
     sink.counts[:] = samples
     sink.starts[:] = 0
 
@@ -71,6 +75,7 @@ def forward(queue, items, strides, query, key, value, out, lse, rules, tables, s
         positions, documents = tables.query_position[b % rows], tables.query_keys[b % rows]
         slots, key_slots = tables.query_slot[b % rows], tables.key_slot[b % rows]
         key_positions = tables.key_position[b % rows]
+        query_turns = tables.query_turns[b % tables.query_turns.shape[0]]
         k_at = strides[1, 0] + b * strides[1, 1] + g * strides[1, 2]
         v_at = strides[2, 0] + b * strides[2, 1] + g * strides[2, 2]
         pack_panels(key, k_at, strides[1, 3], strides[1, 4], key_slots, base, key_end, depth, band.panels)
@@ -111,6 +116,11 @@ def forward(queue, items, strides, query, key, value, out, lse, rules, tables, s
                             value, v_at, strides[2, 3], strides[2, 4], key_slots, document, document + sinks, depth,
                             one, sink.rows, width,
                         )  # fmt: skip
+                        if turn_size:
+                            turn_panels(
+                                sink.panels, key_positions, document, document + sinks, tables.sink_turns, rules,
+                                far.panels,
+                            )  # fmt: skip
                 if positions[start] > seen[2]:
                     enter_bins(
                         positions[start], document, end, key_positions, widths, shifts, bins, seen, count, base
@@ -126,8 +136,18 @@ def forward(queue, items, strides, query, key, value, out, lse, rules, tables, s
                 )  # fmt: skip
                 pack_rows(query, q_at, strides[0, 3], strides[0, 4], slots, start, stop, depth, factor, strip, depth)
                 score(one, strip, depth, band.panels, panel, scores, stride, used, ends)
-                if sinks:
+                some_far = sinks > 0 and positions[stop - 1] - key_positions[document] > limit
+                if sinks and positions[start] - key_positions[document + sinks - 1] <= limit:
                     score(one, strip, depth, sink.panels, 0, sink.weights, rules.sink_stride, used, sink.ends)
+                if some_far:
+                    for i in range(stop - start):
+                        turn_row(
+                            strip, i * depth, query_turns, slots[start + i] * turn_size, one, rules,
+                            scratch.far_strip, i * depth,
+                        )  # fmt: skip
+                    score(
+                        one, scratch.far_strip, depth, far.panels, 0, far.weights, rules.sink_stride, used, sink.ends
+                    )
                 for i in range(stop - start):
                     position = positions[start + i]
                     if position > seen[2]:
@@ -149,6 +169,9 @@ def forward(queue, items, strides, query, key, value, out, lse, rules, tables, s
                         top = largest(one, address(scores, a), vectors)
                     if sinks:
                         mine = i * rules.sink_stride
+                        if some_far:
+                            split = first_key(key_positions, document, document + sinks, position - limit) - document
+                            copy(far.weights, mine, mine + split, sink.weights)
                         first, last = visible_sinks(position, document, sinks, key_positions, causal, window, chunk)
                         if last > first:
                             sink_at = address(sink.weights, mine + first)

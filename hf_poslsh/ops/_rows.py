@@ -169,6 +169,49 @@ def clear(array, start, end):
         array[j] = 0
 
 
+@jit
+def turn_row(source, source_at, turns, turns_at, sign, rules, target, target_at):
+    """Writes a packed row, turned by ``turns[turns_at]`` (back, if ``sign`` is -1); it may stand where it stood."""
+    pairs, offset = rules.pairs, rules.pair_offset
+    cosines, sines, first = np.uint64(turns_at), np.uint64(turns_at + pairs), np.uint64(source_at)
+    second, to_first, to_second = np.uint64(source_at + offset), np.uint64(target_at), np.uint64(target_at + offset)
+    if rules.pair_step == 1:  # apart, so that the compiler sees that a vector at a time will do
+        for m in range(np.uint64(pairs)):
+            cos, sin, a, b = turns[cosines + m], sign * turns[sines + m], source[first + m], source[second + m]
+            target[to_first + m] = a * cos - b * sin
+            target[to_second + m] = b * cos + a * sin
+    else:
+        for m in range(np.uint64(pairs)):
+            at = np.uint64(2) * m
+            cos, sin, a, b = turns[cosines + m], sign * turns[sines + m], source[first + at], source[second + at]
+            target[to_first + at] = a * cos - b * sin
+            target[to_second + at] = b * cos + a * sin
+    for d in range(2 * pairs, rules.depth):
+        target[target_at + d] = source[source_at + d]
+
+
+@jit
+def turn_panels(panels, positions, start, end, turns, rules, turned):
+    """The sinks ``start`` to ``end`` in the panels ``panels``, turned to position 0, to the panels ``turned``."""
+    pairs, step, offset = rules.pairs, rules.pair_step, rules.pair_offset
+    turned[:] = panels
+    for index in range(start, end):
+        block, lane = (index - start) // BLOCK, (index - start) % BLOCK
+        base, at = block * rules.depth * BLOCK + lane, positions[index] * 2 * pairs
+        for m in range(pairs):
+            first, second = base + m * step * BLOCK, base + (m * step + offset) * BLOCK
+            cos, sin = turns[at + m], turns[at + pairs + m]
+            turned[first] = panels[first] * cos - panels[second] * sin
+            turned[second] = panels[second] * cos + panels[first] * sin
+
+
+@jit
+def copy(source, start, end, target):
+    """target[start:end] = source[start:end]."""
+    for j in range(np.uint64(start), np.uint64(end)):
+        target[j] = source[j]
+
+
 # --- one row of a strip -----------------------------------------------------------------------------------
 
 

@@ -51,10 +51,14 @@ class Rules(NamedTuple):
     window: int
     chunk: int
     scale: float
+    max_distance: int  # UNLIMITED: no query is turned
+    pairs: int  # of dimensions that are turned: m * pair_step and pair_offset behind it
+    pair_step: int
+    pair_offset: int
 
 
 class Tables(NamedTuple):
-    """The bias of every head and the tokens of every row of the batch; see ``PositionBias`` and ``Tokens``."""
+    """The bias of every head and the tokens of every row; see ``PositionBias``, ``Tokens``, ``Turns``."""
 
     widths: np.ndarray
     shifts: np.ndarray
@@ -65,6 +69,8 @@ class Tables(NamedTuple):
     query_keys: np.ndarray
     key_slot: np.ndarray
     key_position: np.ndarray
+    query_turns: np.ndarray  # (rows, Q 2 pairs), see ``Turns``
+    sink_turns: np.ndarray  # (sinks 2 pairs,)
 
 
 class Scratch(NamedTuple):
@@ -75,6 +81,9 @@ class Scratch(NamedTuple):
     wide_strip: np.ndarray  # the same two, padded to whole blocks (backward)
     wide_out_strip: np.ndarray
     result: np.ndarray  # output, or gradient of the queries [row, d]
+    far_strip: np.ndarray  # queries turned to the largest distance [row, d]; padded to whole blocks (backward)
+    far_wide_strip: np.ndarray
+    far_result: np.ndarray  # gradient of the turned queries [row, d] (backward)
     bins: np.ndarray
     seen: np.ndarray
     tops: np.ndarray
@@ -84,7 +93,7 @@ class Scratch(NamedTuple):
 def make_scratch(depth: int, samples: int, dtype: np.dtype) -> Scratch:
     """Scratch memory for heads of ``depth`` dimensions and ``samples`` hashes."""
     width = round_up(depth, BLOCK)
-    strips = [np.zeros(STRIP * n, dtype) for n in (depth, depth, width, width, width)]
+    strips = [np.zeros(STRIP * n, dtype) for n in (depth, depth, width, width, width, depth, width, width)]
     tops = [np.zeros(STRIP, np.float64) for _ in range(2)]
     return Scratch(*strips, np.zeros((3, samples), np.int64), np.zeros(3, np.int64), *tops)
 
@@ -95,10 +104,12 @@ def lend(t, s):
     tables = Tables(
         unowned(t.widths), unowned(t.shifts), unowned(t.slopes), unowned(t.reach), unowned(t.query_slot),
         unowned(t.query_position), unowned(t.query_keys), unowned(t.key_slot), unowned(t.key_position),
+        unowned(t.query_turns), unowned(t.sink_turns),
     )  # fmt: skip
     scratch = Scratch(
         unowned(s.strip), unowned(s.out_strip), unowned(s.wide_strip), unowned(s.wide_out_strip),
-        unowned(s.result), unowned(s.bins), unowned(s.seen), unowned(s.tops), unowned(s.totals),
+        unowned(s.result), unowned(s.far_strip), unowned(s.far_wide_strip), unowned(s.far_result),
+        unowned(s.bins), unowned(s.seen), unowned(s.tops), unowned(s.totals),
     )  # fmt: skip
     return tables, scratch
 
@@ -106,7 +117,8 @@ def lend(t, s):
 class Columns(NamedTuple):
     """Packed keys and what a strip of queries computes with them; every thread has its own.
 
-    One such set serves the keys of an item, a second one the sinks of a document. Sizes: see ``make_columns``.
+    One such set serves the keys of an item, a second one the sinks of a document, a third one the same sinks turned
+    to position 0. Sizes: see ``make_columns``.
     """
 
     panels: np.ndarray  # keys, transposed in blocks: [block, d, lane]

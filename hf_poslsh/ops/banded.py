@@ -16,8 +16,9 @@ from hf_poslsh.ops._backward import backward
 from hf_poslsh.ops._forward import forward
 from hf_poslsh.ops._scratch import Rules, Tables, make_columns, make_scratch, row_stride
 from hf_poslsh.ops._tokens import Tokens, compact_tokens, cut_items, unlimited
-from hf_poslsh.ops.bias import Layout, PositionBias
+from hf_poslsh.ops.bias import UNLIMITED, Layout, PositionBias
 from hf_poslsh.ops.rectangles import rectangles_attention
+from hf_poslsh.ops.rotary import Turns
 
 _ITEM_QUERIES = 1024  # queries of one work item: long enough to pay for packing the keys before them
 _PAIRS_OF_A_THREAD = 2**18  # fewer pairs of tokens (as in decoding) are not worth waking a second thread
@@ -30,6 +31,7 @@ def banded_attention(
     bias: PositionBias,
     layout: Layout,
     scale: float,
+    turns: Turns | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The pooled estimator in one pass over each query's window.
 
@@ -44,13 +46,14 @@ def banded_attention(
         bias: the positional bias of all H heads.
         layout: positions, segments and the host's mask.
         scale: factor of the scores.
+        turns: how queries and sinks are turned that are too far apart; None: true rotary distances.
 
     Returns:
         Output ``(B, H, Q, D)`` in the dtype of ``query`` and the log-sum-exp ``(B, H, Q)`` in float32 (float64
         for float64 input). Both carry gradients to query, key and value.
     """
     if query.device.type != "cpu":
-        return rectangles_attention(query, key, value, bias, layout, scale)
+        return rectangles_attention(query, key, value, bias, layout, scale, turns)
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     out, lse = _banded(
         query.to(dtype),
@@ -61,11 +64,15 @@ def banded_attention(
         layout.key_positions,
         layout.query_segments,
         layout.key_segments,
+        None if turns is None else turns.queries.to(dtype),
+        None if turns is None else turns.sinks.to(dtype),
         bias.sink_tokens,
         layout.is_causal,
         unlimited(layout.window),
         unlimited(layout.chunk),
         scale,
+        UNLIMITED if turns is None else turns.max_distance,
+        turns is not None and turns.interleaved,
     )
     return out.to(query.dtype), lse
 
@@ -83,14 +90,20 @@ def _banded(
     key_positions: torch.Tensor,
     query_segments: torch.Tensor | None,
     key_segments: torch.Tensor | None,
+    query_turns: torch.Tensor | None,
+    sink_turns: torch.Tensor | None,
     sink_tokens: int,
     is_causal: bool,
     window: int,
     chunk: int,
     scale: float,
+    max_distance: int,
+    interleaved: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = compact_tokens(Layout(query_positions, key_positions, query_segments, key_segments))
-    arguments = _Arguments(tokens, widths, shifts, slopes, reach, sink_tokens, is_causal, window, chunk, scale)
+    tables = (widths, shifts, slopes, reach)
+    numbers = (sink_tokens, is_causal, window, chunk, scale)
+    arguments = _Arguments(tokens, tables, numbers, query_turns, sink_turns, max_distance, interleaved)
     out = _empty_like(query)
     lse = query.new_empty(query.shape[:3])
     if (tokens.query_count < query.shape[2]).any():
@@ -124,14 +137,20 @@ def _banded_backward(
     key_positions: torch.Tensor,
     query_segments: torch.Tensor | None,
     key_segments: torch.Tensor | None,
+    query_turns: torch.Tensor | None,
+    sink_turns: torch.Tensor | None,
     sink_tokens: int,
     is_causal: bool,
     window: int,
     chunk: int,
     scale: float,
+    max_distance: int,
+    interleaved: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     tokens = compact_tokens(Layout(query_positions, key_positions, query_segments, key_segments))
-    arguments = _Arguments(tokens, widths, shifts, slopes, reach, sink_tokens, is_causal, window, chunk, scale)
+    tables = (widths, shifts, slopes, reach)
+    numbers = (sink_tokens, is_causal, window, chunk, scale)
+    arguments = _Arguments(tokens, tables, numbers, query_turns, sink_turns, max_distance, interleaved)
     query_grad = _empty_like(query)
     if (tokens.query_count < query.shape[2]).any():
         query_grad.zero_()
@@ -152,8 +171,8 @@ def _(out_grad, lse_grad, query, key, value, *arguments):
 
 def _save(ctx, inputs, output):
     query, key, value, *tables = inputs
-    ctx.save_for_backward(query, key, value, *output, *tables[:8])
-    ctx.numbers = tables[8:]
+    ctx.save_for_backward(query, key, value, *output, *tables[:10])
+    ctx.numbers = tables[10:]
     ctx.set_materialize_grads(False)
 
 
@@ -162,7 +181,7 @@ def _differentiate(ctx, out_grad, lse_grad):
     if out_grad is None:
         out_grad = torch.zeros_like(out)
     grads = _banded_backward(out_grad, lse_grad, query, key, value, out, lse, *tables, *ctx.numbers)
-    return (*grads, *[None] * 13)
+    return (*grads, *[None] * 17)
 
 
 _banded.register_autograd(_differentiate, setup_context=_save)
@@ -171,35 +190,40 @@ _banded.register_autograd(_differentiate, setup_context=_save)
 class _Arguments:
     """What forward and backward pass to the kernel alike."""
 
-    def __init__(self, tokens: Tokens, widths, shifts, slopes, reach, sinks, causal, window, chunk, scale) -> None:
+    def __init__(self, tokens: Tokens, tables, numbers, query_turns, sink_turns, max_distance, interleaved) -> None:
         self.tokens = tokens
-        self.tables = [tensor.numpy() for tensor in (widths, shifts, slopes, reach)]
-        self.causal, self.window, self.chunk = causal, window, chunk
-        self.tail = (sinks, causal, window, chunk, scale)
+        self.tables = [tensor.numpy() for tensor in tables]
+        self.numbers = numbers  # sinks, causal, window, chunk, scale
+        pairs = 0 if sink_turns is None else sink_turns.shape[-1]
+        self.turning = (max_distance, pairs, 2 if interleaved else 1, 1 if interleaved else pairs)
+        self.turns = None
+        if pairs:
+            self.turns = query_turns.contiguous().flatten(1).numpy(), sink_turns.contiguous().flatten().numpy()
 
     def items(self, query: torch.Tensor, key: torch.Tensor) -> np.ndarray:
         """Work items, those with most pairs of visible tokens first."""
         t, (widths, shifts, _, reach) = self.tokens, self.tables
         items = cut_items(
             query.shape[0], key.shape[1], _ITEM_QUERIES, t.query_position, t.query_keys, t.query_count,
-            t.key_position, widths, shifts, reach, self.causal, self.window, self.chunk,
+            t.key_position, widths, shifts, reach, *self.numbers[1:4],
         )  # fmt: skip
         return items[np.argsort(items[:, 4] - items[:, 5], kind="stable")]
 
     def run(self, kernel, phases, query, key, tensors, flat) -> None:
         """Runs a kernel over the items of each phase, one phase after another, on torch's number of threads."""
-        t, (sink_tokens, causal, window, chunk, scale) = self.tokens, self.tail
+        t, (sink_tokens, causal, window, chunk, scale) = self.tokens, self.numbers
         strides = np.array([[0, *tensor.stride()] for tensor in tensors], dtype=np.int64)
         keys = max((int((items[:, 5] - items[:, 4]).max()) for items in phases if len(items)), default=0)
         sinks = min(sink_tokens, key.shape[2])
         heads, depth, dtype = query.shape[1], query.shape[3], flat[0].dtype
         rules = Rules(
             heads, key.shape[1], query.shape[2], depth, row_stride(keys), row_stride(sinks), sink_tokens, causal,
-            window, chunk, scale,
+            window, chunk, scale, *self.turning,
         )  # fmt: skip
         tokens = (t.query_slot, t.query_position, t.query_keys, t.key_slot, t.key_position)
         widths, shifts, slopes, reach = self.tables
-        tables = Tables(widths, shifts, slopes, reach, *tokens)
+        turns = (np.empty((1, 0), dtype), np.empty(0, dtype)) if self.turns is None else self.turns
+        tables = Tables(widths, shifts, slopes, reach, *tokens, *turns)
         with_gradients = kernel is backward
         threads = min(torch.get_num_threads(), max(map(len, phases), default=0))
         pairs = sum(int(((items[:, 3] - items[:, 2]) * (items[:, 5] - items[:, 4])).sum()) for items in phases)
@@ -210,6 +234,7 @@ class _Arguments:
                 make_scratch(depth, self.tables[0].shape[1], dtype),
                 make_columns(keys, depth, dtype, with_gradients),
                 make_columns(sinks, depth, dtype, with_gradients),
+                make_columns(sinks if self.turns else 0, depth, dtype, with_gradients),
             )
             for _ in range(threads)
         ]

@@ -10,6 +10,7 @@ import torch
 from hf_poslsh.hashing import PositionalHash
 from hf_poslsh.ops.banded import banded_attention
 from hf_poslsh.ops.bias import Layout, PositionBias
+from hf_poslsh.ops.rotary import Turns
 
 
 def merge_attention(parts: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,6 +53,7 @@ def blocks_attention(
     layout: Layout,
     scale: float,
     estimator: str,
+    turns: Turns | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The s block-diagonal passes, merged (``"pooled"``) or averaged (``"mean"``). Work: about sigma s keys a query.
 
@@ -67,7 +69,7 @@ def blocks_attention(
         for r in range(samples):
             hashes = PositionalHash(bias.hashes.widths[:, [r]], bias.hashes.shifts[:, [r]])
             one = PositionBias(hashes, bias.slopes, bias.reach, bias.sink_tokens)
-            out, lse = banded_attention(*wide, one, layout, scale)
+            out, lse = banded_attention(*wide, one, layout, scale, turns)
             if estimator == "mean":
                 average = average + out / samples
             yield out, lse

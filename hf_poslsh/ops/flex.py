@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from hf_poslsh.ops._tokens import blocks_seen
 from hf_poslsh.ops.bias import Layout, PositionBias
+from hf_poslsh.ops.rotary import Turns, turn
 
 _BLOCK = 128  # tokens of a block of the mask
 
@@ -31,6 +32,7 @@ def flex_pass(
     layout: Layout,
     scale: float,
     with_lse: bool,
+    turns: Turns | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The pooled estimator as a score modification: ``score + log(count / s)`` over the blocks that a query sees.
 
@@ -47,7 +49,8 @@ def flex_pass(
             f"impl='flex' has no {'backward pass' if needs_grad else 'log-sum-exp'} on the CPU (torch's "
             "FlexAttention); use impl='banded' or 'auto' there."
         )
-    score_mod, mask_mod = _modifications(bias, layout)
+    far = None if turns is None else _far_scores(query, key, layout, turns) * scale
+    score_mod, mask_mod = _modifications(bias, layout, far, turns)
     mask = _block_mask(query, key, bias, layout, mask_mod)
     exists = (layout.key_positions >= 0)[:, None, :, None]
     result = _compiled()(
@@ -74,7 +77,7 @@ def _lse_request(with_lse: bool) -> dict[str, Any]:
 
 
 def _modifications(
-    bias: PositionBias, layout: Layout
+    bias: PositionBias, layout: Layout, far: torch.Tensor | None, turns: Turns | None
 ) -> tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]:
     device = layout.query_positions.device
     query_positions, key_positions = layout.query_positions.to(torch.int32), layout.key_positions.to(torch.int32)
@@ -102,7 +105,11 @@ def _modifications(
         distance = (at - to).abs()
         weighed = score + torch.log(count / samples) - slopes[h] * distance
         weighed = torch.where((count > 0) & (distance < reach[h]), weighed, -math.inf)
-        return torch.where(to < sinks, score, weighed) if sinks else weighed
+        if not sinks:
+            return weighed
+        if far is not None and turns is not None:
+            score = torch.where(at - to > turns.max_distance, far[b, h, i, column.clamp(max=sinks - 1)], score)
+        return torch.where(to < sinks, score, weighed)
 
     def mask_mod(b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
         at, to = position(b, i, j)
@@ -119,6 +126,28 @@ def _modifications(
         return allowed
 
     return score_mod, mask_mod
+
+
+def _far_scores(query: torch.Tensor, key: torch.Tensor, layout: Layout, turns: Turns) -> torch.Tensor:
+    """Scores of every query, turned to d, and the sinks of its document, turned to 0: ``(B, H, Q, sinks)``."""
+    batch, kv_heads = key.shape[:2]
+    exists = layout.key_positions >= 0
+    sinks, place = turns.sinks.shape[0], layout.key_positions.clamp(0, turns.sinks.shape[0] - 1)
+    turned = turn(torch.where(exists[:, None, :, None], key, 0), turns.sinks[place], turns.interleaved)
+    queries = turn(query, turns.queries, turns.interleaved).unflatten(1, (kv_heads, -1))
+    # Keys in the order of document and position, so that the sinks of each query's document are found by bisection.
+    segments = (torch.zeros_like(layout.key_positions), torch.zeros_like(layout.query_positions))
+    if layout.key_segments is not None and layout.query_segments is not None:
+        segments = layout.key_segments, layout.query_segments
+    ranks = torch.where(exists, segments[0] * 2**32 + layout.key_positions, 2**62)
+    ranks, order = (rows.expand(batch, -1).contiguous() for rows in ranks.sort(dim=1))
+    scores = []
+    for position in range(sinks):
+        wanted = (segments[1] * 2**32 + position).expand(batch, -1).contiguous()
+        found = torch.searchsorted(ranks, wanted).clamp_max(ranks.shape[1] - 1)
+        slots = order.gather(1, found)[:, None, :, None].expand(-1, kv_heads, -1, key.shape[3])
+        scores.append((queries * turned.gather(2, slots)[:, :, None]).sum(-1))
+    return torch.stack(scores, dim=-1).flatten(1, 2)
 
 
 def _block_mask(

@@ -15,6 +15,7 @@ from hf_poslsh.ops.bias import UNLIMITED, Layout, PositionBias
 from hf_poslsh.ops.blocks import blocks_attention
 from hf_poslsh.ops.flex import flex_pass
 from hf_poslsh.ops.reference import reference_attention
+from hf_poslsh.ops.rotary import Rotary, Turns, make_turns
 from hf_poslsh.slopes import resolve_sigma
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -30,6 +31,8 @@ def positional_lsh_attention(
     scale: float | None = None,
     estimator: str = "pooled",
     sink_tokens: int = 0,
+    max_distance: int | None = None,
+    rotary: Rotary | None = None,
     impl: str = "auto",
     query_positions: torch.Tensor | None = None,
     key_positions: torch.Tensor | None = None,
@@ -53,6 +56,10 @@ def positional_lsh_attention(
         scale: factor of the scores; 1 / sqrt(D) if None.
         estimator: ``"pooled"``, or ``"mean"``: the average of s separately normalised block softmaxes.
         sink_tokens: positions below this keep weight 1 for all later queries of their document.
+        max_distance: the rotary distance of a query and a sink is min(i - j, max_distance), at least 1; their score
+            is then ``scale * R(max_distance - i) q_i . R(-j) k_j`` where i - j is larger. None: as they come.
+        rotary: with ``max_distance``: the rotary embedding that query and key were rotated by, each by its position
+            (or by its position and one number that a document's tokens share).
         impl: ``"reference"`` (dense float64 oracle), ``"banded"`` (all masks in one pass, memory linear in n),
             ``"flex"`` (the same by torch's FlexAttention, compiled), ``"blocks"`` (the paper's s passes, merged) or
             ``"auto"`` (by device and estimator, see ``choose_impl``).
@@ -80,7 +87,8 @@ def positional_lsh_attention(
         query, key, is_causal, query_positions, key_positions, query_segments, key_segments, window, chunk
     )
     bias = PositionBias.from_hashes(hashes, sink_tokens)
-    out, lse = biased_attention(query, key, value, bias, layout, scale, estimator, impl, return_lse)
+    turns = _turns(query, layout, sink_tokens, max_distance, rotary)
+    out, lse = biased_attention(query, key, value, bias, layout, scale, estimator, impl, return_lse, turns)
     return out if lse is None else (out, lse)
 
 
@@ -95,6 +103,8 @@ def alibi_attention(
     tolerance: float = 1e-6,
     max_score: float | np.ndarray | None = None,
     sink_tokens: int = 0,
+    max_distance: int | None = None,
+    rotary: Rotary | None = None,
     impl: str = "auto",
     return_lse: bool = False,
     **layout: Any,
@@ -111,6 +121,8 @@ def alibi_attention(
         tolerance: the largest share of a row's weight that the cut may drop, see ``certified_reach``.
         max_score: bound on ``|s_ij|``, one number or one per head, where known; else measured from the norms.
         sink_tokens: positions below this keep weight 1.
+        max_distance: as for ``positional_lsh_attention``, like ``rotary``.
+        rotary: see there.
         impl: as for ``positional_lsh_attention``; ``"reference"`` does not cut.
         return_lse: also return the log-sum-exp.
         layout: positions, segments, window and chunk, as for ``positional_lsh_attention``.
@@ -126,8 +138,34 @@ def alibi_attention(
     if max_score is not None:
         scores = np.broadcast_to(np.asarray(max_score, dtype=np.float64), (bias.num_heads,))
         bias = bias.cut(certified_reach(bias.slopes, scores, key.shape[2], tolerance))
-    out, lse = biased_attention(query, key, value, bias, tokens, scale, "pooled", impl, return_lse)
+    turns = _turns(query, tokens, sink_tokens, max_distance, rotary)
+    out, lse = biased_attention(query, key, value, bias, tokens, scale, "pooled", impl, return_lse, turns)
     return out if lse is None else (out, lse)
+
+
+def _turns(
+    query: torch.Tensor, layout: Layout, sink_tokens: int, max_distance: int | None, rotary: Rotary | None
+) -> Turns | None:
+    if max_distance is None and rotary is None:
+        return None
+    if max_distance is None or rotary is None:
+        raise ValueError("max_distance and rotary go together; give both.")
+    if isinstance(max_distance, bool) or not isinstance(max_distance, int) or not 1 <= max_distance < UNLIMITED:
+        raise ValueError(f"max_distance is {max_distance!r}; it must be an integer of at least 1, or None.")
+    if not sink_tokens:
+        raise ValueError(f"max_distance={max_distance} bounds the distance of sinks, and sink_tokens is 0; set that.")
+    frequencies = rotary.frequencies
+    if (
+        frequencies.ndim != 1
+        or not frequencies.is_floating_point()
+        or not 0 < 2 * len(frequencies) <= query.shape[-1]
+    ):
+        raise ValueError(
+            f"rotary.frequencies is {frequencies.dtype} of shape {tuple(frequencies.shape)}; it must be floating "
+            f"point and have one element per pair of dimensions, from 1 to {query.shape[-1] // 2}."
+        )
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return make_turns(rotary, layout.query_positions, max_distance, sink_tokens, dtype)
 
 
 def certified_reach(slopes: np.ndarray, max_score: np.ndarray, keys: int, tolerance: float) -> np.ndarray:
@@ -173,11 +211,13 @@ def biased_attention(
     estimator: str = "pooled",
     impl: str = "auto",
     with_lse: bool = False,
+    turns: Turns | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention under any ``PositionBias``: checks the arguments and calls the implementation.
 
-    Shapes, results and errors are those of ``positional_lsh_attention``. Returns the output, and the log-sum-exp if
-    ``with_lse``, else None.
+    Shapes, results and errors are those of ``positional_lsh_attention``; ``turns`` (from ``make_turns``) says how
+    queries and sinks are turned that are too far apart. Returns the output, and the log-sum-exp if ``with_lse``, else
+    None.
     """
     _check_tensors(query, key, value, bias)
     _check_layout(query, key, layout)
@@ -187,17 +227,17 @@ def biased_attention(
     impl = choose_impl(impl, estimator, query.device.type, query.dtype)
     lse: torch.Tensor | None
     if impl == "reference":
-        out, lse = reference_attention(query, key, value, bias, layout, scale, estimator)
+        out, lse = reference_attention(query, key, value, bias, layout, scale, estimator, turns)
     else:
         if bias.tolerance is not None and query.numel() and key.numel():
             score = _measured_score(query, key, layout, scale)
             bias = bias.cut(certified_reach(bias.slopes, score, key.shape[2], bias.tolerance))
         if impl == "blocks":
-            out, lse = blocks_attention(query, key, value, bias, layout, scale, estimator)
+            out, lse = blocks_attention(query, key, value, bias, layout, scale, estimator, turns)
         elif impl == "flex":
-            out, lse = flex_pass(query, key, value, bias, layout, scale, with_lse)
+            out, lse = flex_pass(query, key, value, bias, layout, scale, with_lse, turns)
         else:
-            out, lse = banded_attention(query, key, value, bias, layout, scale)
+            out, lse = banded_attention(query, key, value, bias, layout, scale, turns)
     if not with_lse or lse is None:
         return out, None
     return out, lse.to(torch.float64 if query.dtype == torch.float64 else torch.float32)

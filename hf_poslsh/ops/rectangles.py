@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_poslsh.ops._tokens import blocks_seen
 from hf_poslsh.ops.bias import Layout, PositionBias
 from hf_poslsh.ops.reference import dense_attention
+from hf_poslsh.ops.rotary import Turns
 
 _ROWS = 256  # query slots of one rectangle
 
@@ -19,6 +20,7 @@ def rectangles_attention(
     bias: PositionBias,
     layout: Layout,
     scale: float,
+    turns: Turns | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The pooled estimator over rectangles of queries and the keys that they may see.
 
@@ -33,7 +35,7 @@ def rectangles_attention(
         parts = [
             checkpoint(
                 _rectangle, query[:, heads], key[:, [g]], value[:, [g]], bias.of_heads(heads), layout, scale,
-                block * _ROWS, seen[:, heads, block], use_reentrant=False,
+                block * _ROWS, seen[:, heads, block], turns, use_reentrant=False,
             )
             for block in range(seen.shape[2])
         ]  # fmt: skip
@@ -42,7 +44,7 @@ def rectangles_attention(
     return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
 
 
-def _rectangle(query, key, value, bias, layout, scale, start, seen):
+def _rectangle(query, key, value, bias, layout, scale, start, seen, turns):
     rows = slice(start, start + _ROWS)
     sinks = seen[..., 1] > seen[..., 0]
     window = seen[..., 3] > seen[..., 2]
@@ -61,4 +63,5 @@ def _rectangle(query, key, value, bias, layout, scale, start, seen):
         layout.window,
         layout.chunk,
     )
-    return dense_attention(query[:, :, rows], key[:, :, slots], value[:, :, slots], bias, part, scale)
+    turns = None if turns is None else turns.of_rows(rows)
+    return dense_attention(query[:, :, rows], key[:, :, slots], value[:, :, slots], bias, part, scale, turns)

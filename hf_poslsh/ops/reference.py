@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_poslsh.ops.bias import Layout, PositionBias
+from hf_poslsh.ops.rotary import Turns, is_far, turn
 
 
 def allowed_pairs(layout: Layout) -> torch.Tensor:
@@ -51,6 +52,7 @@ def reference_attention(
     layout: Layout,
     scale: float,
     estimator: str,
+    turns: Turns | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax over ``score + log(weight)`` of all allowed pairs, in float64, by autograd's own rules.
 
@@ -62,12 +64,13 @@ def reference_attention(
         layout: positions, segments and the host's mask.
         scale: factor of the scores.
         estimator: ``"pooled"`` or ``"mean"``.
+        turns: how queries and sinks are turned that are too far apart; None: true rotary distances.
 
     Returns:
         Output ``(B, H, Q, D)`` in the dtype of ``query``, and the log-sum-exp ``(B, H, Q)`` in float64 (-inf for a
         row without a visible key). For ``"mean"`` the log-sum-exp is that of the pooled weights.
     """
-    scores, v = _scores(query, key, value, layout, scale, torch.float64)
+    scores, v = _scores(query, key, value, layout, scale, torch.float64, turns)
     allowed = allowed_pairs(layout)[:, None]
     out, lse = _masked_softmax(scores, torch.where(allowed, pair_weights(bias, layout), 0.0), v)
     if estimator == "mean":
@@ -84,17 +87,24 @@ def dense_attention(
     bias: PositionBias,
     layout: Layout,
     scale: float,
+    turns: Turns | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The pooled estimator as ``reference_attention`` has it, computed in float32 (float64 for float64 input)."""
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    scores, v = _scores(query, key, value, layout, scale, dtype)
+    scores, v = _scores(query, key, value, layout, scale, dtype, turns)
     weight = torch.where(allowed_pairs(layout)[:, None], pair_weights(bias, layout), 0.0).to(dtype)
     out, lse = _masked_softmax(scores, weight, v)
     return out.to(query.dtype), lse
 
 
 def _scores(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout, scale: float, dtype: torch.dtype
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: Layout,
+    scale: float,
+    dtype: torch.dtype,
+    turns: Turns | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores ``(B, H, Q, K)`` and values ``(B, H, K, D)``; what a masked token holds is taken as 0."""
     groups = query.shape[1] // key.shape[1]
@@ -102,7 +112,14 @@ def _scores(
     k = torch.where(exists, key, 0).to(dtype).repeat_interleave(groups, dim=1)
     v = torch.where(exists, value, 0).to(dtype).repeat_interleave(groups, dim=1)
     q = torch.where((layout.query_positions >= 0)[:, None, :, None], query, 0).to(dtype)
-    return q @ k.transpose(-1, -2) * scale, v
+    scores = q @ k.transpose(-1, -2)
+    if turns is not None:
+        places = layout.key_positions.clamp(0, turns.sinks.shape[0] - 1)
+        far_q = turn(q, turns.queries, turns.interleaved).to(dtype)
+        far_k = turn(k, turns.sinks[places], turns.interleaved).to(dtype)
+        far = is_far(layout.query_positions[:, None, :, None], layout.key_positions[:, None, None, :], turns)
+        scores = torch.where(far, far_q @ far_k.transpose(-1, -2), scores)
+    return scores * scale, v
 
 
 def _masked_softmax(
