@@ -8,7 +8,7 @@ from the positions of its tokens; the layers of the cache only do as they are to
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,12 +28,19 @@ class Sight(NamedTuple):
         sinks: positions below this are sinks.
         window: the host's own sliding window. Limits sinks too.
         chunk: the host's own attention chunk. Limits sinks too.
+        full: some heads see all that window and chunk let through; the other fields are those of the other heads.
     """
 
     reach: int
     sinks: int
     window: int
     chunk: int
+    full: bool = False
+
+    @property
+    def widest(self) -> Sight:
+        """What all heads together see."""
+        return self._replace(reach=UNLIMITED) if self.full else self
 
     @property
     def bounded(self) -> bool:
@@ -73,9 +80,15 @@ class Sight(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def sight_of_layer(
-    method: PosLSHConfig, num_heads: int, layer: int, step: int | None, window: int | None, chunk: int | None
+    method: PosLSHConfig,
+    num_heads: int,
+    layer: int,
+    step: int | None,
+    window: int | None,
+    chunk: int | None,
+    kv_heads: int = 1,
 ) -> Sight:
-    """The sight of one layer: that of its widest head.
+    """The sight of one layer: that of its widest head, full heads aside.
 
     Args:
         method: the method; a layer that it does not patch has the host's limits only.
@@ -84,11 +97,29 @@ def sight_of_layer(
         step: training step that keys the draws, or None for the fixed ones.
         window: the host's own sliding window of this layer, or None.
         chunk: the host's own attention chunk of this layer, or None.
+        kv_heads: number of global KV heads; counts where some of them are full.
     """
     if method.layers is not None and layer not in method.layers:
         return Sight(UNLIMITED, 0, unlimited(window), unlimited(chunk))
-    reach = int(bias_from_config(method, num_heads, layer, step).reach.max())
-    return Sight(reach, method.sink_tokens, unlimited(window), unlimited(chunk))
+    reach = bias_from_config(method, num_heads, layer, step).reach
+    full = heads_of(method, layer)
+    if full:
+        rest = query_heads(full, num_heads, kv_heads)[1]
+        return Sight(int(reach[rest].max(initial=1)), method.sink_tokens, unlimited(window), unlimited(chunk), True)
+    return Sight(int(reach.max()), method.sink_tokens, unlimited(window), unlimited(chunk))
+
+
+def heads_of(method: PosLSHConfig, layer: int) -> tuple[int, ...]:
+    """The KV heads of a layer that keep all their keys."""
+    return method.full_heads[layer] if method.full_heads is not None else ()
+
+
+@functools.lru_cache(maxsize=4096)
+def query_heads(full: tuple[int, ...], num_heads: int, kv_heads: int) -> tuple[list[int], list[int]]:
+    """Query heads of the full KV heads, and all others; each rising."""
+    group = num_heads // kv_heads
+    owners = [head // group for head in range(num_heads)]
+    return [h for h, g in enumerate(owners) if g in full], [h for h, g in enumerate(owners) if g not in full]
 
 
 class BoundedLayer(DynamicLayer):
@@ -106,7 +137,7 @@ class BoundedLayer(DynamicLayer):
         self.seen = 0
         self.record_past = False
         self._settled = False  # a crop has said what is final, the next forward may drop
-        self._rooms = _Room(), _Room()
+        self._rooms = Room(), Room()
         self._plan: tuple[np.ndarray, np.ndarray | None] | None = None
 
     def plan(
@@ -194,7 +225,7 @@ class BoundedLayer(DynamicLayer):
     def offload(self) -> None:
         """The host's; the room behind the tokens is given up too."""
         super().offload()
-        self._rooms = _Room(), _Room()
+        self._rooms = Room(), Room()
 
     def activate_past_recording(self) -> None:
         """Keeps everything from now on, until ``crop`` says which tokens are final."""
@@ -216,11 +247,11 @@ class BoundedLayer(DynamicLayer):
         """Forgets all tokens."""
         self.keys = self.values = None
         self.is_initialized = False
-        self._rooms = _Room(), _Room()
+        self._rooms = Room(), Room()
         self.slots, self.seen, self._settled, self._plan = np.empty(0, np.int64), 0, False, None
 
 
-class _Room:
+class Room:
     """Memory of one layer's keys or values with room behind them: a token is added without a copy of the others.
 
     Without gradients only. What ``extend`` returns is a view that the next ``extend`` may write to.
@@ -280,10 +311,10 @@ def first_query(positions: np.ndarray, seen: int) -> np.ndarray:
     return np.where(first >= 0, first, positions.max(1) + 1)
 
 
-def make_bounded(cache: Cache, layers: Iterable[int]) -> None:
+def make_bounded(cache: Cache, layers: Mapping[int, BoundedLayer]) -> None:
     """Replaces layers of an empty ``DynamicCache(config=...)`` by bounded ones, in place."""
-    for layer in layers:
-        cache.layers[layer] = BoundedLayer()
+    for layer, bounded in layers.items():
+        cache.layers[layer] = bounded
 
 
 def has_bounded(cache: Cache) -> bool:
@@ -302,7 +333,7 @@ def check_windows(spans: Sequence[tuple[int, int]], queries: int, sights: Sequen
     Raises:
         ValueError: a layer has dropped tokens that a query sees, unless they are padding.
     """
-    for layer, (sight, (start, length)) in enumerate(zip(sights, spans, strict=True)):
+    for layer, (sight, (start, length)) in enumerate(zip([s.widest for s in sights], spans, strict=True)):
         sinks_lost = sight.sinks > 0 and min(sight.window, sight.chunk) - 1 > length - queries
         if start > 0 and (sight.earlier > length - queries or sinks_lost):
             raise ValueError(_too_small(layer, length - queries, sight.earlier))
@@ -325,6 +356,7 @@ def plan_forward(
     segments: torch.Tensor | None,
     sights: Sequence[Sight],
     keep_all: bool,
+    turning: Sequence[Any] | None = None,
 ) -> tuple[Any, ...]:
     """Plans what every layer keeps, and checks that every layer holds what the queries see.
 
@@ -337,6 +369,7 @@ def plan_forward(
         segments: int64 ``(rows, slots)`` or None.
         sights: of every layer.
         keep_all: drop nothing in this forward.
+        turning: for every layer, the ``Turning`` of its full heads or None.
 
     Returns:
         ``spans`` with the slots of all keys in place of the spans of bounded layers.
@@ -351,9 +384,12 @@ def plan_forward(
     for layer, sight in enumerate(sights):
         held = cache.layers[layer] if layer < len(cache.layers) else None
         if isinstance(held, BoundedLayer):
-            slot = held.plan(queries, places, documents, None if keep_all else sight)
+            slot = held.plan(queries, places, documents, None if keep_all or not sight.bounded else sight)
+            if sight.full:
+                held.plan_turning(None if turning is None else turning[layer], places, first)  # type: ignore[attr-defined]
             slots[layer] = torch.from_numpy(slot).to(positions.device)
         elif spans[layer][0] > 0:
+            sight = sight.widest
             slot = np.arange(spans[layer][0], sum(spans[layer]))
         else:
             continue  # holds everything

@@ -19,7 +19,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
-_ADDED = ("max_distance",)  # not in files of earlier versions, which meant the default
+_ADDED = ("max_distance", "full_heads")  # not in files of earlier versions, which meant the default
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +38,15 @@ class PosLSHConfig:
         sigma: length scale in positions: ``"alibi"`` (reciprocal ALiBi slopes, per head), one number, or one
             per query head.
         sink_tokens: the first so many positions of every document stay visible with weight 1.
-        max_distance: the largest rotary distance between a query and a sink token: the pair stands at
-            min(i - j, max_distance); all other keys keep their distance. None: true distances, which a model has not
-            learnt beyond its trained context length. ``"auto"``: a number that follows from the trained context
-            length, filled in by ``patch_model``.
+        max_distance: the largest rotary distance between a query and a sink token, or any key of ``full_heads``: the
+            pair stands at min(i - j, max_distance); all other keys keep their distance. None: true distances, which a
+            model has not learnt beyond its trained context length. ``"auto"``: a number that follows from the trained
+            context length, filled in by ``patch_model``.
         rope: ``"keep"`` (pretrained models) or ``"drop"`` (no other position signal: training from scratch).
         layers: indices of the layers to patch, or None for all.
+        full_heads: for every layer of the model, the KV heads that keep all their keys, ``[[], [0, 2], ...]``. They
+            compute what the original does, at rotary distances of at most ``max_distance`` where that is set.
+            None: no such heads.
         scope: what shares one set of unit draws: every ``"head"`` its own, one per ``"layer"``, one per
             ``"model"``.
         resample: ``"fixed"`` (the same masks always) or ``"step"`` (fresh masks every training step, keyed by
@@ -69,6 +72,7 @@ class PosLSHConfig:
     max_distance: int | str | None = None
     rope: str = "keep"
     layers: tuple[int, ...] | None = None
+    full_heads: tuple[tuple[int, ...], ...] | None = None
     scope: str = "head"
     resample: str = "fixed"
     seed: int = 0
@@ -86,6 +90,7 @@ class PosLSHConfig:
         _check_int("seed", self.seed, 0, 2**63 - 1)
         object.__setattr__(self, "sigma", _checked_sigma(self.sigma))
         object.__setattr__(self, "layers", _checked_layers(self.layers))
+        object.__setattr__(self, "full_heads", _checked_full_heads(self.full_heads))
         if not _is_number(self.tolerance) or not 0 < self.tolerance < 1:
             raise ValueError(f"tolerance is {self.tolerance!r}; it must lie between 0 and 1.")
         self._check_max_distance()
@@ -117,11 +122,11 @@ class PosLSHConfig:
             raise ValueError(
                 f"max_distance={distance!r} bounds rotary distances; rope='drop' has none. Leave one out."
             )
-        if self.sink_tokens == 0 or self.bias == "none":
+        if self.full_heads is None and (self.sink_tokens == 0 or self.bias == "none"):
             raise ValueError(
                 f"max_distance={distance!r} bounds the rotary distance of what a query sees outside of its band; "
                 f"with bias={self.bias!r} and sink_tokens={self.sink_tokens} that is nothing. Set sink_tokens (and "
-                "another bias than 'none'), or leave max_distance out."
+                "another bias than 'none') or full_heads, or leave max_distance out."
             )
 
     @classmethod
@@ -136,13 +141,16 @@ class PosLSHConfig:
         Sigma 256, RoPE kept, and one sink token whose rotary distance stays within the trained context length.
         """
         fields = {"sigma": 256.0, "sink_tokens": 1, "rope": "keep", **fields}
-        sees_far = fields["sink_tokens"] != 0 and fields["rope"] == "keep" and fields.get("bias") != "none"
+        sees_far = (fields["sink_tokens"] != 0 and fields.get("bias") != "none") or fields.get(
+            "full_heads"
+        ) is not None
+        sees_far = sees_far and fields["rope"] == "keep"
         return cls(**{"max_distance": "auto" if sees_far else None, **fields})
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as JSON types (tuples become lists)."""
         fields = dataclasses.asdict(self)
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+        return {name: _as_list(value) for name, value in fields.items()}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> PosLSHConfig:
@@ -184,6 +192,10 @@ class PosLSHConfig:
         return self.from_dict({**self.to_dict(), **fields})
 
 
+def _as_list(value: Any) -> Any:
+    return [_as_list(item) for item in value] if isinstance(value, tuple) else value
+
+
 def _is_number(value: Any) -> bool:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
@@ -209,6 +221,26 @@ def _checked_sigma(sigma: Any) -> str | float | tuple[float, ...]:
     raise ValueError(
         f"sigma is {sigma!r}; give 'alibi', one positive finite number, or a list of one per query head."
     )
+
+
+def _checked_full_heads(full_heads: Any) -> tuple[tuple[int, ...], ...] | None:
+    if full_heads is None:
+        return None
+
+    def is_list(value: Any) -> bool:
+        return isinstance(value, Sequence) and not isinstance(value, str)
+
+    good = is_list(full_heads) and all(is_list(heads) for heads in full_heads)
+    if not good or any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for heads in full_heads for i in heads):
+        raise ValueError(
+            f"full_heads is {full_heads!r}; give None, or for every layer a list of its KV heads from 0: "
+            "[[], [0, 2], ...]."
+        )
+    if any(len(set(heads)) != len(heads) for heads in full_heads):
+        raise ValueError(f"full_heads is {full_heads!r}; every KV head of a layer may be named once.")
+    if not any(full_heads):
+        raise ValueError(f"full_heads is {full_heads!r}, which names no head; give None.")
+    return tuple(tuple(sorted(heads)) for heads in full_heads)
 
 
 def _checked_layers(layers: Any) -> tuple[int, ...] | None:

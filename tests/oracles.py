@@ -83,6 +83,47 @@ def bounded_logits(model, ids, weights, far_keys, max_distance):
             del layer.self_attn.forward
 
 
+def split_logits(model, ids, weights, sinks, max_distance, full):
+    """As ``bounded_logits``, with other heads that see everything: those of the KV heads ``full[layer]``.
+
+    A layer is computed once for each kind of head, with the columns of the other kind in its output projection 0.
+    ``max_distance`` is None for true distances.
+    """
+    base, n = model.model, ids.shape[1]
+    config = model.config
+    group = config.num_attention_heads // config.num_key_value_heads
+
+    def two_kinds_of_heads(layer, module, forward):
+        weight = module.o_proj.weight.data
+        is_full = torch.tensor([h // group in full[layer] for h in range(config.num_attention_heads)])
+        is_full = is_full.repeat_interleave(config.head_dim)
+        kinds = [(~is_full, weights[layer], sinks), (is_full, causal(n), torch.ones(n, dtype=torch.bool))]
+
+        def attention(hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
+            total = 0
+            for columns, mask, far_keys in kinds:
+                module.o_proj.weight.data = weight * columns
+                rows = []
+                for query in range(n):
+                    places = torch.arange(n)
+                    if max_distance is not None:
+                        near = torch.maximum(places, torch.tensor(query - max_distance))
+                        places = torch.where(far_keys, near, places)
+                    kwargs["position_embeddings"] = base.rotary_emb(hidden_states, places[None])
+                    dense = torch.as_tensor(mask).log().float()[None]
+                    rows.append(forward(hidden_states, attention_mask=dense, **kwargs)[0][:, query])
+                total = total + torch.stack(rows, 1)
+            module.o_proj.weight.data = weight
+            return total, None
+
+        return attention
+
+    for index, layer in enumerate(base.layers):
+        layer.self_attn.forward = two_kinds_of_heads(index, layer.self_attn, layer.self_attn.forward)
+    with torch.no_grad():
+        return model(ids, use_cache=False).logits
+
+
 def causal(n):
     return np.tril(np.ones((1, n, n)))
 

@@ -21,6 +21,7 @@ from hf_poslsh.testing import tiny_config, tiny_model
         {"sigma": 4.0, "num_samples": 4, "sink_tokens": 2},
         {"sigma": 40.0, "num_samples": 4, "sink_tokens": 2, "layers": [1]},
         {"bias": "window", "window": 12, "sink_tokens": 3},
+        {"sigma": 4.0, "num_samples": 4, "sink_tokens": 2, "full_heads": [[1], []]},
         {"bias": "alibi"},
         {"sigma": 4.0, "cache": "full"},
         None,
@@ -41,7 +42,14 @@ def test_cache_bytes_are_those_of_generate_and_flops_those_of_the_masks(family, 
         cache = getattr(model(ids, use_cache=True), CACHE_NAME)
         for length in range(21, n + 1):
             model(ids[:, :1], use_cache=True, **{CACHE_NAME: cache})
-            held[length - 1] = [layer.keys.nbytes + layer.values.nbytes for layer in cache.layers]
+            held[length - 1] = [
+                sum(
+                    getattr(layer, name).nbytes
+                    for name in ("keys", "values", "full_keys", "full_values")
+                    if hasattr(layer, name)
+                )
+                for layer in cache.layers
+            ]
     assert [layer["cache_bytes"] for layer in result["layers"]] == held.max(0).tolist()
     assert result["cache_bytes"] == sum(layer["cache_bytes"] for layer in result["layers"])
     assert result["full_cache_bytes"] == 2 * 2 * (2 * 8 * 4) * n * 2  # batch, k and v, KV heads x dim x bytes, layers
@@ -62,8 +70,11 @@ def test_cache_bytes_are_those_of_generate_and_flops_those_of_the_masks(family, 
                 hashes = PositionalHash.sample(
                     [fields["sigma"]] * 4, fields.get("num_samples", 20), layer=layer["layer"]
                 )
-                seen &= (hashes.mask_mean(n) > 0) | sinks
-                assert layer["windows"] == np.ceil(hashes.widths.max(1)).tolist()
+                near, windows = (hashes.mask_mean(n) > 0) | sinks, np.ceil(hashes.widths.max(1)).tolist()
+                if 1 in layer["full_heads"]:  # the query heads 2 and 3
+                    near[2:], windows[2:] = True, [None, None]
+                seen &= near
+                assert layer["windows"] == windows
         assert layer["flops"] == 2 * seen.sum() * (8 + 8) * 2  # a multiply and an add, q . k and values, batch
         assert layer["keys_per_query"] == pytest.approx(seen.sum() / (heads * n))
     assert result["full_flops"] == 2 * (8 + 8) * heads * (n * (n + 1) // 2) * 2 * 2

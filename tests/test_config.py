@@ -17,6 +17,7 @@ def test_defaults_are_the_documented_ones():
         "sigma": "alibi",
         "sink_tokens": 0,
         "max_distance": None,
+        "full_heads": None,
         "rope": "keep",
         "layers": None,
         "scope": "head",

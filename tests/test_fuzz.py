@@ -20,7 +20,7 @@ from hf_poslsh_cli import app
 METHOD = PosLSHConfig(sigma=3.0, num_samples=5, sink_tokens=1, max_distance=7, seed=2)
 IDS = torch.arange(1, 41)[None]
 KNOWN = sorted(METHOD.to_dict())
-ADDED = {"max_distance"}  # not in files of earlier versions, which meant the default
+ADDED = {"max_distance", "full_heads"}  # not in files of earlier versions, which meant the default
 NUMBERS = st.one_of(
     st.integers(-3, 70),
     st.sampled_from([10**400, -(10**400), 2**63, 2**31, 1e308, 5e-324]),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_poslsh.cache import Sight, sight_of_layer
+from hf_poslsh.cache import Sight, heads_of, query_heads, sight_of_layer
 from hf_poslsh.config import PosLSHConfig
 from hf_poslsh.hashing import MAX_WIDTH
 from hf_poslsh.models.attention import host_limits
@@ -51,9 +51,10 @@ class LayerCost:
         host_window: the model's own sliding window, or None.
         host_chunk: the model's own attention chunk, or None.
         keys_per_query: keys that a query meets, mean over queries and heads.
-        cache_tokens: the most tokens of a sequence that the KV cache holds on the way to n.
+        cache_tokens: the most tokens of a sequence that the KV cache holds on the way to n; full heads hold all n.
         cache_bytes: keys and values of those.
         flops: of q . k and of the values, for all n tokens.
+        full_heads: KV heads that keep all their keys.
     """
 
     layer: int
@@ -65,6 +66,7 @@ class LayerCost:
     cache_tokens: int
     cache_bytes: int
     flops: int
+    full_heads: list[int]
 
 
 def layer_costs(
@@ -112,32 +114,40 @@ def _layer_cost(
     window, chunk = host_limits(text, layer)
     patched = method is not None and (method.layers is None or layer in method.layers)
     bias = PositionBias.window(shape.heads, None)
-    tokens = _held_by_host(window, chunk, n)
+    last = np.array([n - 1])
+    tokens = np.array([_held_by_host(window, chunk, n)])
+    full: tuple[int, ...] = ()
     if method is not None:  # bounded layers stand in for the host's own sliding ones too
         if patched:
             bias = bias_from_config(method, shape.heads, layer)
-        sight = sight_of_layer(method, shape.heads, layer, None, window, chunk)
+        full = heads_of(method, layer)
+        sight = sight_of_layer(method, shape.heads, layer, None, window, chunk, shape.kv_heads)
         if method.cache == "bounded" and sight.bounded:
-            tokens = _most_held(sight, n)
-    pairs = [_visible_pairs(bias, head, n, window, chunk) for head in range(shape.heads)]
+            last = _last_queries(sight, n)
+            tokens = sight.number_seen(last) + 1  # what the query sees, and itself
+    full_queries = query_heads(full, shape.heads, shape.kv_heads)[0]
+    whole = PositionBias.window(shape.heads, None)
+    kinds = [whole if head in full_queries else bias for head in range(shape.heads)]
+    pairs = [_visible_pairs(kind, head, n, window, chunk) for head, kind in enumerate(kinds)]
+    reach = [int(kind.reach[head]) for head, kind in enumerate(kinds)]
+    held = int((tokens * (shape.kv_heads - len(full)) + (last + 1) * len(full)).max())  # of all KV heads together
     return LayerCost(
         layer,
         patched,
-        [None if reach >= UNLIMITED else int(reach) for reach in bias.reach],
+        [None if limit >= UNLIMITED else limit for limit in reach],
         window,
         chunk,
         sum(pairs) / (n * shape.heads),
-        tokens,
-        tokens * token_bytes(shape, batch, bytes_per_number),
+        int(tokens.max()),
+        held * token_bytes(shape, batch, bytes_per_number) // shape.kv_heads,
         4 * shape.head_dim * sum(pairs) * batch,
+        list(full),
     )
 
 
-def _most_held(sight: Sight, n: int) -> int:
-    # A query's layer holds what it sees and itself. Most is seen by the last one that still sees the sinks, or at the
-    # end of a chunk.
-    last = np.array([n - 1, min(n, sight.chunk) - 1, min(n, sight.window) - 1])
-    return int(sight.number_seen(last).max()) + 1
+def _last_queries(sight: Sight, n: int) -> np.ndarray:
+    """Queries of which one sees most: the last, the last that still sees the sinks, the last of a chunk."""
+    return np.array([n - 1, min(n, sight.chunk) - 1, min(n, sight.window) - 1])
 
 
 def _held_by_host(window: int | None, chunk: int | None, n: int) -> int:

@@ -6,6 +6,7 @@ in one keyword argument, ``poslsh``, which every decoder layer hands on.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,11 +14,15 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from hf_poslsh.cache import heads_of, query_heads
 from hf_poslsh.config import PosLSHConfig
 from hf_poslsh.models.context import Context
 from hf_poslsh.ops.bias import Layout, PositionBias, bias_from_config
+from hf_poslsh.ops.full import full_attention
 from hf_poslsh.ops.functional import biased_attention
 from hf_poslsh.ops.reference import allowed_pairs
+from hf_poslsh.ops.rotary import Turns
+from hf_poslsh.split_cache import SplitStates
 
 ATTENTION_NAME = "poslsh"
 _HOST_ROWS = 1024  # query rows for which a host layer's mask is built at a time
@@ -77,8 +82,8 @@ def host_limits(config: Any, layer: int) -> tuple[int | None, int | None]:
 def poslsh_attention(
     module: Any,
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    key: torch.Tensor | SplitStates,
+    value: torch.Tensor | SplitStates,
     attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
@@ -89,8 +94,8 @@ def poslsh_attention(
     Args:
         module: the host's attention module; one of ours if the method patches its layer.
         query: ``(B, H, Q, D)``.
-        key: ``(B, H_kv, K, D)``, cached keys included.
-        value: ``(B, H_kv, K, D)``.
+        key: ``(B, H_kv, K, D)``, cached keys included; or split into those of full heads and the others.
+        value: as ``key``.
         attention_mask: None; padding, documents and windows are in the context.
         dropout: of the attention weights; must be 0 in a patched layer.
         scaling: factor of the scores.
@@ -114,15 +119,18 @@ def poslsh_attention(
             "parallelism?); slopes and draws belong to global heads. Load the model without a tensor-parallel plan."
         )
     announced = context.num_keys(layer, query.shape[2])
-    if key.shape[2] != announced:
+    given = (key.rest if isinstance(key, SplitStates) else key).shape[2]
+    if given != announced:
         raise ValueError(
-            f"layer {layer} got {key.shape[2]} keys where the cache announced {announced}; "
+            f"layer {layer} got {given} keys where the cache announced {announced}; "
             "gradient checkpointing cannot continue a filled cache, and a cache serves one forward at a time."
         )
     layout = context.layout(layer, query.shape[2], query.device, *host_limits(config, layer))
 
     layers = context.method.layers
     if layers is not None and layer not in layers:
+        assert isinstance(key, torch.Tensor)
+        assert isinstance(value, torch.Tensor)
         return _host_attention(module, query, key, value, layout, dropout, scaling), None
     if not isinstance(module, PosLSHAttentionMixin):
         raise ValueError(f"layer {layer} is to be patched but is a {type(module).__name__}; call patch_model again.")
@@ -131,21 +139,84 @@ def poslsh_attention(
             f"attention_dropout is {dropout} in training, which attention 'poslsh' does not have; "
             "load the model with attention_dropout=0.0."
         )
-    # Autocast computes the projections in half precision but leaves rotated queries and keys in float32.
-    query, key = query.to(value.dtype), key.to(value.dtype)
     method = context.method
-    bias = _bias(dict(config.poslsh), query.shape[1], layer, context.step)
-    turns = context.turns if getattr(module, "use_rope", True) else None  # some layers of Llama-4 don't rotate
+    bias = _bias(dict(config.poslsh), query.shape[1], config.num_key_value_heads, layer, context.step)
+    # Autocast computes the projections in half precision but leaves rotated queries and keys in float32.
+    dtype = (value.rest if isinstance(value, SplitStates) else value).dtype
+    query, key = query.to(dtype), key.to(dtype)
+    turns = context.turns if rotates(module) else None
     if turns is not None:
         turns = turns.on(query.device)
-    out, _ = biased_attention(query, key, value, bias, layout, scaling, method.estimator, method.impl, turns=turns)
+    if full := heads_of(method, layer):
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        out = _with_full_heads(full, module, query, key, value, bias, layout, scale, turns, context)
+    else:
+        assert isinstance(key, torch.Tensor)
+        assert isinstance(value, torch.Tensor)
+        out, _ = biased_attention(
+            query, key, value, bias, layout, scaling, method.estimator, method.impl, turns=turns
+        )
     return out.transpose(1, 2).contiguous(), None
 
 
+def rotates(module: Any) -> bool:
+    """Whether an attention layer of the host has a rotary embedding: some layers of Llama-4 have none."""
+    return bool(getattr(module, "use_rope", True))
+
+
+def _with_full_heads(
+    full: tuple[int, ...],
+    module: Any,
+    query: torch.Tensor,
+    key: Any,
+    value: Any,
+    bias: PositionBias,
+    layout: Layout,
+    scale: float,
+    turns: Turns | None,
+    context: Context,
+) -> torch.Tensor:
+    """Output ``(B, H, Q, D)`` of a layer in which the KV heads ``full`` keep all their keys."""
+    method, layer, queries = context.method, module.layer_idx, query.shape[2]
+    kv_heads = module.config.num_key_value_heads
+    full_queries, rest_queries = query_heads(full, query.shape[1], kv_heads)
+    turned, whole = None, layout
+    if isinstance(key, SplitStates):
+        turned = key.turned
+        whole = context.layout(layer, queries, query.device, layout.window, layout.chunk, all_slots=True)
+    else:
+        rest = [head for head in range(kv_heads) if head not in full]
+        key, value = (SplitStates(states[:, rest], states[:, list(full)]) for states in (key, value))
+    keys = key.full.shape[2]
+    plain = context.plain and whole.key_positions.shape[1] == keys
+    plain = plain and all(limit is None or limit >= keys for limit in (layout.window, layout.chunk))
+    outs = [
+        full_attention(query[:, full_queries], key.full, value.full, whole, scale, turns, turned, method.impl, plain)
+    ]
+    if rest_queries:
+        sinks = turns._replace(keys=None) if turns is not None and method.sink_tokens else None
+        out, _ = biased_attention(
+            query[:, rest_queries], key.rest, value.rest, bias, layout, scale,
+            method.estimator, method.impl, turns=sinks,
+        )  # fmt: skip
+        outs.append(out)
+    order = torch.tensor([*full_queries, *rest_queries], device=query.device).argsort()
+    return torch.cat(outs, dim=1).index_select(1, order)
+
+
 @torch.compiler.assume_constant_result
-def _bias(method: dict[str, Any], num_heads: int, layer: int, step: int | None) -> PositionBias:
+def _bias(fields: dict[str, Any], num_heads: int, kv_heads: int, layer: int, step: int | None) -> PositionBias:
+    """The bias of a layer's query heads, without those that are full."""
     # From the dict, because torch.compile hands a constant function plain containers only.
-    return bias_from_config(PosLSHConfig.from_dict(method), num_heads, layer, step)
+    method = PosLSHConfig.from_dict(fields)
+    bias = bias_from_config(method, num_heads, layer, step)
+    full = heads_of(method, layer)
+    return bias if not full else _of_heads(bias, tuple(query_heads(full, num_heads, kv_heads)[1]))
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_heads(bias: PositionBias, heads: tuple[int, ...]) -> PositionBias:
+    return bias.of_heads(heads) if heads else bias
 
 
 def _host_attention(

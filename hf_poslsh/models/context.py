@@ -29,7 +29,8 @@ class Context(NamedTuple):
         key_slots: of every layer, first slot and number of its keys, or the slots of all its keys, int64 ``(K,)``,
             or the ring that they are in.
         step: training step that keys the draws, or None for the fixed ones.
-        turns: of the queries and of sinks, where the method bounds their rotary distance; else None.
+        turns: of the queries, of sinks and of the keys of full heads, where the method bounds rotary distances.
+        plain: every slot is known to hold a token of one document, so that slots are positions.
     """
 
     method: PosLSHConfig
@@ -39,6 +40,7 @@ class Context(NamedTuple):
     key_slots: tuple[tuple[int, int] | torch.Tensor | Ring, ...]
     step: int | None
     turns: Turns | None = None
+    plain: bool = False
 
     def num_keys(self, layer: int, queries: int) -> int:
         """Number of keys that a layer's attention is to be given for so many queries."""
@@ -47,9 +49,20 @@ class Context(NamedTuple):
             return slots.sinks + slots.window + queries
         return slots.shape[0] if isinstance(slots, torch.Tensor) else slots[1]
 
-    def layout(self, layer: int, queries: int, device: torch.device, window: int | None, chunk: int | None) -> Layout:
-        """The layout of one layer's queries and keys, on ``device``."""
+    def layout(
+        self,
+        layer: int,
+        queries: int,
+        device: torch.device,
+        window: int | None,
+        chunk: int | None,
+        all_slots: bool = False,
+    ) -> Layout:
+        """The layout of one layer's queries and keys, on ``device``; with ``all_slots``, of the keys of all slots."""
         key_slots = self.key_slots[layer]
+        if all_slots:
+            assert isinstance(self.first_query, int)
+            key_slots = 0, self.first_query + queries
         query_slots = self.first_query + torch.arange(queries, device=self.positions.device)
 
         def split(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,6 +20,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
 from transformers.models.mistral.modeling_mistral import MistralAttention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
+from hf_poslsh.config import PosLSHConfig
 from hf_poslsh.models.attention import PosLSHAttentionMixin
 from hf_poslsh.models.compat import register_output_recorders, sub_configs_of
 from hf_poslsh.models.configuration import PosLSHCompositeConfigMixin, PosLSHConfigMixin
@@ -248,9 +249,32 @@ def check_method(config: Any) -> None:
             f"layers is {list(method.layers)} but the model has layers 0 to {config.num_hidden_layers - 1}."
         )
     bias_from_config(method, config.num_attention_heads)
+    _check_full_heads(method, config)
     family = family_of(config)
     check_max_distance(method, config, None if family is None else family.rotary)
     _check_architectures(config)
+
+
+def _check_full_heads(method: PosLSHConfig, config: Any) -> None:
+    if method.full_heads is None:
+        return
+    layers, heads = config.num_hidden_layers, config.num_key_value_heads
+    if len(method.full_heads) != layers:
+        raise ValueError(
+            f"full_heads has lists for {len(method.full_heads)} layers but the model has {layers}; give one for "
+            "each, empty where no head is full."
+        )
+    for layer, full in enumerate(method.full_heads):
+        if full and full[-1] >= heads:
+            raise ValueError(
+                f"full_heads names KV head {full[-1]} in layer {layer}, but a layer has KV heads 0 to {heads - 1} "
+                f"(each serves {config.num_attention_heads // heads} query heads); name KV heads, not query heads."
+            )
+        if full and method.layers is not None and layer not in method.layers:
+            raise ValueError(
+                f"full_heads names KV heads {list(full)} of layer {layer}, which layers={list(method.layers)} leaves "
+                "as it is: all of its heads are full. Give it an empty list, or patch it."
+            )
 
 
 def _check_architectures(config: Any) -> None:

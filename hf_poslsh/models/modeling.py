@@ -12,21 +12,24 @@ from transformers.generation import GenerationMode
 from transformers.utils import logging
 
 from hf_poslsh.cache import (
+    BoundedLayer,
     Sight,
     check_windows,
     drops_keys,
     has_bounded,
+    heads_of,
     make_bounded,
     plan_forward,
     sight_of_layer,
 )
 from hf_poslsh.config import PosLSHConfig
-from hf_poslsh.models.attention import ATTENTION_NAME, host_limits
+from hf_poslsh.models.attention import ATTENTION_NAME, host_limits, rotates
 from hf_poslsh.models.compat import CACHE_NAME, can_record, key_slots, tokens_seen
 from hf_poslsh.models.configuration import check_attention_name
 from hf_poslsh.models.context import Context, place_tokens
 from hf_poslsh.models.rope import covered_length, rotary_of
 from hf_poslsh.ops.rotary import Turns, make_turns
+from hf_poslsh.split_cache import SplitLayer, Turning
 from hf_poslsh.static_cache import has_rings, make_static_bounded, plan_rings, require
 
 if TYPE_CHECKING:
@@ -252,25 +255,27 @@ class PosLSHBaseModelMixin(PosLSHModelMixin):
         )
         method = method_of(self.config)
         step = self._draw_step(method)
-        turns = self._turns(method, positions, queries, seen)
+        plain = method.full_heads is not None and _is_plain(positions, segments, seen)
+        turns = self._turns(method, positions, queries, seen, cache)
         self._warn_of_untrained_distances(method, positions, mask is None and segments is None)
         if cache is not None and has_rings(cache):
             rings = plan_rings(cache, queries, seen, positions, segments, _sights(self.config, step))
             slots = tuple(rings.get(layer, span) for layer, span in enumerate(slots_of_layers))
-            return Context(method, positions, segments, seen, slots, step, turns)
+            return Context(method, positions, segments, seen, slots, step, turns, plain)
         if cache is not None and drops_keys(cache):
             sights = _sights(self.config, step)
             if torch.compiler.is_compiling() and not has_bounded(cache):
                 check_windows(slots_of_layers, queries, sights)
-                return Context(method, positions, segments, seen, slots_of_layers, step, turns)
+                return Context(method, positions, segments, seen, slots_of_layers, step, turns, plain)
             slots_of_layers = plan_forward(
                 cache, queries, int(seen), slots_of_layers, positions, segments, sights,
                 keep_all=step is not None,  # the next step's draws may reach further
+                turning=self._turning(method),
             )  # fmt: skip
-        return Context(method, positions, segments, seen, slots_of_layers, step, turns)
+        return Context(method, positions, segments, seen, slots_of_layers, step, turns, plain)
 
     def _turns(
-        self, method: PosLSHConfig, positions: torch.Tensor, queries: int, seen: int | torch.Tensor
+        self, method: PosLSHConfig, positions: torch.Tensor, queries: int, seen: int | torch.Tensor, cache: Any
     ) -> Turns | None:
         if method.max_distance is None:
             return None
@@ -284,11 +289,23 @@ class PosLSHBaseModelMixin(PosLSHModelMixin):
             method.max_distance,
             method.sink_tokens,
             dtype,
+            # For one query, a split cache has turned all keys that are far already.
+            positions if method.full_heads is not None and (queries > 1 or not _splits(cache)) else None,
         )
+
+    def _turning(self, method: PosLSHConfig) -> list[Turning | None] | None:
+        if method.full_heads is None or method.max_distance is None:
+            return None
+        assert isinstance(method.max_distance, int)
+        assert self._poslsh_rotary is not None
+        turning = Turning(rotary_of(self, self._poslsh_rotary), method.max_distance)
+        layers: Any = self.layers
+        return [turning if rotates(layer.self_attn) else None for layer in layers]
 
     def _warn_of_untrained_distances(self, method: PosLSHConfig, positions: torch.Tensor, whole: bool) -> None:
         """Warns once, ``whole``: where every slot is a token of one document, whose number is its length."""
-        distant = method.sink_tokens > 0 and method.max_distance is None and method.rope == "keep"
+        distant = method.sink_tokens > 0 or method.full_heads is not None
+        distant = distant and method.max_distance is None and method.rope == "keep"
         length = covered_length(self.config)
         if not distant or positions.shape[1] <= length or self._poslsh_warned or torch.compiler.is_compiling():
             return
@@ -296,7 +313,7 @@ class PosLSHBaseModelMixin(PosLSHModelMixin):
         layers = range(self.config.num_hidden_layers) if method.layers is None else method.layers
         sights = _sights(self.config)
         modules: Any = self.layers
-        rotated = [layer for layer in layers if getattr(modules[layer].self_attn, "use_rope", True)]
+        rotated = [layer for layer in layers if rotates(modules[layer].self_attn)]
         if tokens > length and any(min(sights[i].window, sights[i].chunk) > length for i in rotated):
             self._poslsh_warned = True
             logger.warning(
@@ -318,13 +335,29 @@ class PosLSHBaseModelMixin(PosLSHModelMixin):
 
 def _sights(config: Any, step: int | None = None) -> list[Sight]:
     limits = [host_limits(config, layer) for layer in range(config.num_hidden_layers)]
-    return _sights_of(dict(config.poslsh), config.num_attention_heads, step, limits)
+    heads = config.num_attention_heads, config.num_key_value_heads
+    return _sights_of(dict(config.poslsh), *heads, step, limits)
 
 
 @torch.compiler.assume_constant_result
-def _sights_of(fields: dict[str, Any], num_heads: int, step: int | None, limits: list[Any]) -> list[Sight]:
+def _sights_of(
+    fields: dict[str, Any], num_heads: int, kv_heads: int, step: int | None, limits: list[Any]
+) -> list[Sight]:
     method = _method(fields)
-    return [sight_of_layer(method, num_heads, layer, step, *pair) for layer, pair in enumerate(limits)]
+    return [sight_of_layer(method, num_heads, layer, step, *pair, kv_heads) for layer, pair in enumerate(limits)]
+
+
+def _splits(cache: Any) -> bool:
+    """Whether all layers with full heads are ours: such a cache is made whole or not at all."""
+    return cache is not None and any(isinstance(layer, SplitLayer) for layer in cache.layers)
+
+
+def _is_plain(positions: torch.Tensor, segments: torch.Tensor | None, seen: int | torch.Tensor) -> bool:
+    """Whether all slots hold tokens of one document a row. It looks at values: not known in a compiled graph."""
+    if isinstance(seen, torch.Tensor) or torch.compiler.is_compiling():
+        return False
+    one = segments is None or bool((segments == segments[:, :1]).all())
+    return one and bool((positions == torch.arange(positions.shape[1], device=positions.device)).all())
 
 
 def _bound(cache: Cache, config: Any, length: int = 0) -> bool:
@@ -344,11 +377,14 @@ def _bound(cache: Cache, config: Any, length: int = 0) -> bool:
     sights = _sights(config)
     patched = range(len(sights)) if method.layers is None else method.layers
     bounded = {layer: sights[layer] for layer in patched if sights[layer].bounded}
+    split = {layer: heads_of(method, layer) for layer in range(len(sights)) if heads_of(method, layer)}
     if isinstance(cache, StaticCache):
-        make_static_bounded(cache, bounded, length)
+        make_static_bounded(cache, {i: sight for i, sight in bounded.items() if i not in split}, length)
     else:
         # Layers of the host too: its own sliding layers count padding, so that holes would push out what is seen.
-        make_bounded(cache, [layer for layer, sight in enumerate(sights) if sight.bounded])
+        layers = {layer: BoundedLayer() for layer, sight in enumerate(sights) if sight.bounded}
+        layers |= {layer: SplitLayer(full, config.num_key_value_heads) for layer, full in split.items()}
+        make_bounded(cache, layers)
     return bool(bounded)
 
 

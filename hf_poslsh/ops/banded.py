@@ -77,6 +77,41 @@ def banded_attention(
     return out.to(query.dtype), lse
 
 
+def merged_backward(
+    out_grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    bias: PositionBias,
+    layout: Layout,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value through a pass on the CPU that is a part of an attention over more keys.
+
+    Args:
+        out_grad: ``(B, H, Q, D)``.
+        query: as in ``banded_attention``, like the others that are not named here.
+        key: see there.
+        value: see there.
+        out: ``(B, H, Q, D)``, of the whole attention.
+        lse: ``(B, H, Q)``, of the whole attention.
+        bias: of the part.
+        layout: of the part.
+        scale: see there.
+
+    Returns:
+        In the dtype of ``lse``.
+    """
+    wide = [tensor.to(lse.dtype) for tensor in (query, key, value)]
+    tables = (*bias.tensors, layout.query_positions, layout.key_positions, layout.query_segments, layout.key_segments)
+    numbers = (bias.sink_tokens, layout.is_causal, unlimited(layout.window), unlimited(layout.chunk), scale)
+    return _banded_backward(
+        out_grad.to(lse.dtype), None, *wide, out.to(lse.dtype), lse, *tables, None, None, *numbers, UNLIMITED, False
+    )
+
+
 @torch.library.custom_op("hf_poslsh::banded", mutates_args=(), device_types="cpu")
 def _banded(
     query: torch.Tensor,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -69,8 +70,9 @@ class PositionBias:
         """The same bias, not beyond ``reach`` (int64 ``(heads,)``)."""
         return dataclasses.replace(self, reach=np.minimum(self.reach, reach), tolerance=None)
 
-    def of_heads(self, heads: slice) -> PositionBias:
+    def of_heads(self, heads: slice | Sequence[int]) -> PositionBias:
         """The bias of some of the heads."""
+        heads = heads if isinstance(heads, slice) else list(heads)
         hashes = PositionalHash(self.hashes.widths[heads], self.hashes.shifts[heads])
         return dataclasses.replace(self, hashes=hashes, slopes=self.slopes[heads], reach=self.reach[heads])
 

@@ -114,9 +114,11 @@ def _scores(
     q = torch.where((layout.query_positions >= 0)[:, None, :, None], query, 0).to(dtype)
     scores = q @ k.transpose(-1, -2)
     if turns is not None:
-        places = layout.key_positions.clamp(0, turns.sinks.shape[0] - 1)
+        to_start = turns.keys
+        if to_start is None:
+            to_start = turns.sinks[layout.key_positions.clamp(0, turns.sinks.shape[0] - 1)]
         far_q = turn(q, turns.queries, turns.interleaved).to(dtype)
-        far_k = turn(k, turns.sinks[places], turns.interleaved).to(dtype)
+        far_k = turn(k, to_start, turns.interleaved).to(dtype)
         far = is_far(layout.query_positions[:, None, :, None], layout.key_positions[:, None, None, :], turns)
         scores = torch.where(far, far_q @ far_k.transpose(-1, -2), scores)
     return scores * scale, v

@@ -33,23 +33,26 @@ class Rotary(NamedTuple):
 
 
 class Turns(NamedTuple):
-    """Cosines and sines that move the tokens of one forward: queries from i to d, sinks from j to 0.
+    """Cosines and sines that move the tokens of one forward: queries from i to d, keys from j to 0.
 
     Args:
-        max_distance: d, the largest rotary distance of a pair of a query and a sink.
+        max_distance: d, the largest rotary distance of a pair that is seen from outside of the band.
         queries: ``(B or 1, Q, 2, pairs)``, cosine and sine of the turn by d - i of every query.
         sinks: ``(sinks, 2, pairs)``, of the turn by -j of the sink at position j.
         interleaved: as in ``Rotary``.
+        keys: ``(B or 1, K, 2, pairs)``, of the turn by -j of every key, for heads that see all of them; else None.
     """
 
     max_distance: int
     queries: torch.Tensor
     sinks: torch.Tensor
     interleaved: bool
+    keys: torch.Tensor | None = None
 
     def on(self, device: torch.device) -> Turns:
         """The same on a device."""
-        return self._replace(queries=self.queries.to(device), sinks=self.sinks.to(device))
+        keys = None if self.keys is None else self.keys.to(device)
+        return self._replace(queries=self.queries.to(device), sinks=self.sinks.to(device), keys=keys)
 
     def of_rows(self, rows: slice) -> Turns:
         """The turns of some of the queries."""
@@ -57,7 +60,12 @@ class Turns(NamedTuple):
 
 
 def make_turns(
-    rotary: Rotary, positions: torch.Tensor, max_distance: int, sink_tokens: int, dtype: torch.dtype
+    rotary: Rotary,
+    positions: torch.Tensor,
+    max_distance: int,
+    sink_tokens: int,
+    dtype: torch.dtype,
+    key_positions: torch.Tensor | None = None,
 ) -> Turns:
     """The turns of one forward; every layer with this rotary embedding shares them.
 
@@ -67,6 +75,7 @@ def make_turns(
         max_distance: d.
         sink_tokens: number of sinks of a document.
         dtype: float32 or float64, of cosines and sines.
+        key_positions: int64 ``(B or 1, K)``, of the keys of heads that see all of them, or None.
     """
     rotary = rotary._replace(frequencies=rotary.frequencies.to(positions.device))
     far = rotary.angles(torch.full((), max_distance, device=positions.device))
@@ -74,9 +83,15 @@ def make_turns(
     return Turns(
         max_distance,
         _cos_sin(far - rotary.angles(positions), dtype),
-        _cos_sin(-rotary.angles(sinks), dtype),
+        turns_to_start(rotary, sinks, dtype),
         rotary.interleaved,
+        None if key_positions is None else turns_to_start(rotary, key_positions, dtype),
     )
+
+
+def turns_to_start(rotary: Rotary, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Cosine and sine ``(..., 2, pairs)`` of the turn by -j of keys at the positions j ``(...)``."""
+    return _cos_sin(-rotary.angles(positions), dtype)
 
 
 def _cos_sin(angles: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -108,6 +123,6 @@ def turn(states: torch.Tensor, turns: torch.Tensor, interleaved: bool) -> torch.
 
 
 def is_far(query_positions: torch.Tensor, key_positions: torch.Tensor, turns: Turns) -> torch.Tensor:
-    """Which pairs of a query and a sink are further apart than d: bool, positions broadcast."""
-    sinks = (key_positions >= 0) & (key_positions < turns.sinks.shape[0])
-    return sinks & (query_positions - key_positions > turns.max_distance)
+    """Which of the bounded pairs (of all keys, or of sinks) are further apart than d: bool, positions broadcast."""
+    bounded = (key_positions >= 0) & (turns.keys is not None or key_positions < turns.sinks.shape[0])
+    return bounded & (query_positions - key_positions > turns.max_distance)

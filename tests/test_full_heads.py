@@ -1,0 +1,320 @@
+"""Heads that keep all their keys: against the host with every pair rotated on its own, in all ways of running."""
+
+import copy
+import json
+
+import pytest
+import torch
+from conftest import random_ids
+from oracles import SIGMA, causal, lsh_weights, split_logits
+from test_cache import generate, left_padded, steps
+from test_max_distance import BIASES, ROTARIES, bias_weights, rotated, sinks_of
+from test_models import LIMITED
+from test_ops import F64, by_hand, inputs
+
+from hf_poslsh import PosLSHConfig, patch_model
+from hf_poslsh.models.compat import CACHE_NAME
+from hf_poslsh.ops.full import full_attention
+from hf_poslsh.ops.functional import make_layout
+from hf_poslsh.ops.rotary import make_turns
+from hf_poslsh.split_cache import SplitLayer
+from hf_poslsh.testing import tiny_model
+
+CLOSE = {"atol": 1e-5, "rtol": 0}
+FULL = ((1,), (0,))
+ALL_SIZES = [((1,), (0,)), ((), (1,)), ((0, 1), ())]
+distances = pytest.mark.parametrize("distance", [6, None], ids=["bounded", "true"])
+
+
+def patched(family, overrides=None, **fields):
+    fields = {"sigma": SIGMA, "num_samples": 6, "sink_tokens": 2, "max_distance": 6, "full_heads": FULL, **fields}
+    return patch_model(tiny_model(family, **(overrides or {})), **fields)
+
+
+def logits(model, ids, **kwargs):
+    with torch.no_grad():
+        return model(ids, **kwargs).logits
+
+
+# --- the operator -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rotary", ROTARIES.values(), ids=ROTARIES)
+@pytest.mark.parametrize(("keys", "queries"), [(90, 90), (90, 40), (90, 80), (25, 25), (90, 1)])
+def test_every_way_to_compute_it_is_the_hand_computed_case(rotary, keys, queries):
+    distance = 30
+    q, k, v = inputs(queries=keys)
+    places = torch.arange(keys).double()
+    expected = torch.zeros_like(q)
+    for i in range(keys):
+        far = torch.maximum(places, torch.tensor(float(i - distance)))
+        mask = (torch.arange(keys) <= i).double().numpy()[None, None].repeat(4, 0)
+        at_i = rotated(q[:, :, i : i + 1], torch.tensor([float(i)]).double(), rotary)
+        expected[:, :, i] = by_hand(at_i, rotated(k, far, rotary), v, mask)[:, :, 0]
+    q, k = rotated(q, places, rotary)[:, :, keys - queries :], rotated(k, places, rotary)
+    layout = make_layout(q, k)
+    turns = make_turns(rotary, layout.query_positions, distance, 0, torch.float64, layout.key_positions)
+    results = []
+    for impl, plain in [("reference", False), ("auto", False), ("auto", True), ("blocks", False)]:
+        leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+        out = full_attention(*leaves, layout, 0.25, turns, impl=impl, plain=plain)
+        torch.testing.assert_close(out, expected[:, :, keys - queries :], **F64)
+        (out * torch.arange(out.numel()).reshape(out.shape).cos()).sum().backward()
+        results.append([leaf.grad for leaf in leaves])
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], **F64)
+
+
+@pytest.mark.parametrize(("keys", "queries"), [(70, 70), (70, 20), (70, 1)])
+def test_true_distances_are_causal_attention(keys, queries):
+    q, k, v = inputs(queries=keys)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=0.25)
+    q, expected = q[:, :, keys - queries :], expected[:, :, keys - queries :]
+    layout = make_layout(q, k)
+    for impl, plain in [("reference", False), ("auto", False), ("auto", True)]:
+        torch.testing.assert_close(full_attention(q, k, v, layout, 0.25, impl=impl, plain=plain), expected, **F64)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_the_gradient_is_that_of_finite_differences(plain):
+    rotary, tensors = ROTARIES["half"], [tensor.requires_grad_() for tensor in inputs(batch=1, queries=11)]
+    layout = make_layout(*tensors[:2])
+    turns = make_turns(rotary, layout.query_positions, 4, 0, torch.float64, layout.key_positions)
+    assert torch.autograd.gradcheck(lambda *t: full_attention(*t, layout, 0.25, turns, plain=plain), tensors)
+
+
+LIMITS = {"window": (50, None), "narrow window": (20, None), "chunk": (None, 32), "both": (25, 32)}
+
+
+@pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_host_limits_and_documents(limits, packed):
+    rotary, (q, k, v) = ROTARIES["half"], inputs(queries=120)
+    kwargs = {"window": limits[0], "chunk": limits[1]}
+    if packed:
+        lengths = torch.tensor([70, 1, 49])
+        kwargs["key_positions"] = torch.cat([torch.arange(n) for n in lengths])
+        kwargs["key_segments"] = torch.repeat_interleave(torch.arange(3), lengths)
+    layout = make_layout(q, k, **kwargs)
+    turns = make_turns(rotary, layout.query_positions, 22, 0, torch.float64, layout.key_positions)
+    results = []
+    for impl in ("reference", "auto"):
+        leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+        out = full_attention(*leaves, layout, 0.25, turns, impl=impl)
+        (out * torch.arange(out.numel()).reshape(out.shape).cos()).sum().backward()
+        results.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    torch.testing.assert_close(results[1], results[0], **F64)
+
+
+def test_rows_that_see_nothing_are_0_and_masked_keys_are_not_read():
+    rotary, (q, k, v) = ROTARIES["half"], inputs(queries=60)
+    layout = make_layout(q, k, key_positions=torch.stack([torch.arange(60), torch.arange(60) - 40]))
+    turns = make_turns(rotary, layout.query_positions, 9, 0, torch.float64, layout.key_positions)
+    expected = full_attention(q, k, v, layout, 0.25, turns)
+    assert expected[1, :, :40].eq(0).all()
+    k[1, :, :40] = v[1, :, :40] = torch.nan
+    for impl in ("auto", "reference"):
+        torch.testing.assert_close(full_attention(q, k, v, layout, 0.25, turns, impl=impl), expected, **F64)
+    last = make_layout(q[:, :, -1:], k, key_positions=layout.key_positions)
+    turns = make_turns(rotary, last.query_positions, 9, 0, torch.float64, last.key_positions)
+    one = full_attention(q[:, :, -1:], k, v, last, 0.25, turns)
+    torch.testing.assert_close(one, expected[:, :, -1:], **F64)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("queries", "plain"), [(150, True), (150, False), (1, False)])
+def test_half_precision(dtype, queries, plain):
+    rotary = ROTARIES["half"]
+    q, k, v = (tensor.to(dtype) for tensor in inputs(queries=150))
+    q = q[:, :, 150 - queries :]
+    layout = make_layout(q, k)
+    turns = make_turns(rotary, layout.query_positions, 22, 0, torch.float32, layout.key_positions)
+    out = full_attention(q, k, v, layout, 0.25, turns, plain=plain)
+    expected = full_attention(q, k, v, layout, 0.25, turns, impl="reference")
+    assert out.dtype == dtype
+    assert (out.double() - expected.double()).abs().max() <= 8 * torch.finfo(dtype).eps
+
+
+# --- models -----------------------------------------------------------------------------------------------
+
+
+@distances
+@pytest.mark.parametrize("full", ALL_SIZES)
+def test_the_model_is_the_host_with_every_pair_rotated_on_its_own(family, ids, full, distance):
+    expected = split_logits(tiny_model(family), ids, bias_weights({}, 24), sinks_of(24), distance, full)
+    got = logits(patched(family, full_heads=full, max_distance=distance), ids)
+    torch.testing.assert_close(got, expected, **CLOSE)
+    without = patched(family, full_heads=None, max_distance=distance)
+    assert (logits(without, ids) - expected).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("fields", BIASES, ids=["plsh", "alibi", "window", "fixed_blocks"])
+def test_every_bias_in_the_other_heads(family, ids, fields):
+    expected = split_logits(tiny_model(family), ids, bias_weights(fields, 24), sinks_of(24), 6, FULL)
+    torch.testing.assert_close(logits(patched(family, **fields), ids), expected, **CLOSE)
+
+
+def test_with_layers_that_are_not_patched(family, ids):
+    weights = [causal(24), lsh_weights(PosLSHConfig(sigma=SIGMA, num_samples=6, sink_tokens=2), 24)[1]]
+    expected = split_logits(tiny_model(family), ids, weights, sinks_of(24), None, ((), (0,)))
+    got = logits(patched(family, layers=[1], full_heads=[[], [0]], max_distance=None), ids)
+    torch.testing.assert_close(got, expected, **CLOSE)
+
+
+def test_all_heads_full_at_true_distances_are_the_host(family, ids):
+    for overrides in (None, LIMITED[family]):
+        model = patched(family, overrides, full_heads=[[0, 1], [0, 1]], max_distance=None)
+        expected = logits(tiny_model(family, **(overrides or {})), ids)
+        torch.testing.assert_close(logits(model, ids), expected, **CLOSE)
+        padded, mask = left_padded()
+        got, whole = (
+            logits(model, padded, attention_mask=mask),
+            logits(tiny_model(family, **(overrides or {})), padded, attention_mask=mask),
+        )
+        real = mask.bool()
+        torch.testing.assert_close(got[real], whole[real], **CLOSE)
+
+
+@distances
+@pytest.mark.parametrize("limited", [False, True], ids=["full", "limited"])
+def test_padding_packing_and_pieces(family, distance, limited):
+    model = patched(family, LIMITED[family] if limited else None, max_distance=distance)
+    rows = [random_ids(1, length, seed=length) for length in (40, 9, 23)]
+    alone = [logits(model, row, use_cache=False) for row in rows]
+    padded, mask = torch.zeros(3, 40, dtype=torch.long), torch.zeros(3, 40, dtype=torch.long)
+    for index, row in enumerate(rows):
+        padded[index, 40 - row.shape[1] :], mask[index, 40 - row.shape[1] :] = row, 1
+    together = logits(model, padded, attention_mask=mask)
+    places = torch.cat([torch.arange(row.shape[1]) for row in rows])[None]
+    packed = logits(model, torch.cat(rows, 1), position_ids=places, use_cache=False)
+    start = 0
+    for index, row in enumerate(rows):
+        length = row.shape[1]
+        torch.testing.assert_close(together[index : index + 1, 40 - length :], alone[index], **CLOSE)
+        torch.testing.assert_close(packed[:, start : start + length], alone[index], **CLOSE)
+        start += length
+    pieces, cache = steps(model, rows[0], [7, 13, 1, 1, 1, 5, 1, 11])
+    torch.testing.assert_close(pieces, alone[0], atol=2e-5, rtol=0)
+    assert any(isinstance(layer, SplitLayer) for layer in cache.layers)
+
+
+@distances
+@pytest.mark.parametrize("bias", [{}, {"bias": "alibi"}], ids=["plsh", "alibi"])
+def test_generation_with_the_split_cache_equals_the_full_one(family, distance, bias):
+    ids, mask = left_padded()
+    options = [
+        {},
+        {"num_beams": 3, "num_return_sequences": 2},
+        {"prefill_chunk_size": 16},
+        {"prompt_lookup_num_tokens": 3},
+    ]
+    for option in options:
+        rows = slice(0, 1) if "prompt_lookup_num_tokens" in option else slice(None)
+        option = {"attention_mask": mask[rows], "new": 25, **option}
+        fields = {"sigma": (0.4, 0.8, 1.2, 2.0), "max_distance": distance, **bias}
+        got = generate(patched(family, **fields), ids[rows], **option)
+        expected = generate(patched(family, cache="full", **fields), ids[rows], **option)
+        assert got[0].tolist() == expected[0].tolist()
+        torch.testing.assert_close(got[1], expected[1], atol=5e-5, rtol=0)
+        assert not any(isinstance(layer, SplitLayer) for layer in expected[2].layers)
+        for layer in got[2].layers:
+            assert isinstance(layer, SplitLayer)
+            assert layer.full_keys.shape[2] == layer.seen
+            if not bias and "prompt_lookup_num_tokens" not in option:  # which keeps what may be taken back
+                assert layer.keys.shape[2] < layer.seen
+
+
+def test_static_caches_hold_everything(family):
+    ids, mask = left_padded()
+    expected = generate(patched(family), ids, attention_mask=mask, new=20)
+    got = generate(patched(family), ids, attention_mask=mask, new=20, cache_implementation="static")
+    assert got[0].tolist() == expected[0].tolist()
+    torch.testing.assert_close(got[1], expected[1], atol=5e-5, rtol=0)
+
+
+def test_a_key_is_turned_once(monkeypatch):
+    from hf_poslsh import split_cache
+
+    turned = []
+    monkeypatch.setattr(split_cache, "turn", lambda s, *a, f=split_cache.turn: turned.append(s.shape[2]) or f(s, *a))
+    generate(patched("qwen3"), random_ids(1, 20), new=30)
+    tokens = 20 + 30 - 1  # the last one written is never read
+    assert sum(turned) == 2 * (tokens - 1 - 6 + 1)  # in both layers, those at least 6 behind the last query
+
+
+def test_a_crop_turns_keys_back():
+    ids, model = random_ids(1, 50), patched("qwen3")
+    expected = logits(model, ids[:, :40])
+    with torch.no_grad():
+        cache = model(ids[:, :30], use_cache=True).past_key_values
+        cache.activate_past_recording()
+        for at in range(30, 50):
+            cache = model(ids[:, at : at + 1], use_cache=True, **{CACHE_NAME: cache}).past_key_values
+        for layer in cache.layers:
+            layer.crop(-15)
+        out = model(ids[:, 35:40], use_cache=True, **{CACHE_NAME: cache}).logits
+    torch.testing.assert_close(out, expected[:, 35:], atol=2e-5, rtol=0)
+
+
+def test_a_cache_can_be_copied_reset_and_offloaded():
+    ids, model = random_ids(2, 40), patched("mistral")
+    expected = logits(model, ids, use_cache=False)
+    with torch.no_grad():
+        cache = model(ids[:, :20], use_cache=True).past_key_values
+        again = copy.deepcopy(cache)
+        for layer in again.layers:
+            layer.offload()
+            layer.prefetch()
+        for held in (cache, again):
+            out = model(ids[:, 20:], use_cache=True, **{CACHE_NAME: held}).logits
+            torch.testing.assert_close(out, expected[:, 20:], atol=2e-5, rtol=0)
+        cache.reset()
+        out = model(ids, use_cache=True, **{CACHE_NAME: cache}).logits
+        torch.testing.assert_close(out, expected, atol=2e-5, rtol=0)
+
+
+@distances
+def test_gradients_of_the_weights(family, ids, distance):
+    gradients = []
+    for impl, checkpointing in (("reference", False), ("auto", False), ("auto", True)):
+        model = patched(family, impl=impl, max_distance=distance).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model(ids, labels=ids).loss.backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for other in gradients[1:]:
+        for a, b in zip(other, gradients[0], strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-3)
+
+
+def test_compiled(family, ids):
+    model = patched(family)
+    expected = logits(model, ids, use_cache=False)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(logits(compiled, ids, use_cache=False), expected, **CLOSE)
+
+
+def test_save_and_reload(family, ids, tmp_path):
+    model = patched(family)
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["poslsh"]["full_heads"] == [[1], [0]]
+    again = type(model).from_pretrained(tmp_path)
+    torch.testing.assert_close(logits(again, ids), logits(model, ids), **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"full_heads": [[0]]}, "lists for 1 layers but the model has 2"),
+        ({"full_heads": [[0], [2]]}, "KV head 2 in layer 1, but a layer has KV heads 0 to 1"),
+        ({"full_heads": [[0], [1]], "layers": [1]}, r"\[0\] of layer 0, which layers=\[1\]"),
+        ({"full_heads": [[], []]}, "names no head"),
+        ({"full_heads": [[0, 0], []]}, "named once"),
+        ({"full_heads": [0, 1]}, "for every layer a list"),
+        ({"full_heads": [[-1], []]}, "for every layer a list"),
+        ({"full_heads": "all"}, "for every layer a list"),
+    ],
+)
+def test_bad_heads(fields, message):
+    with pytest.raises(ValueError, match=message):
+        patch_model(tiny_model("qwen3"), sigma=4.0, **fields)
