@@ -42,12 +42,19 @@ app = typer.Typer(
 
 
 class Dtype(str, enum.Enum):
-    """Number formats of a cache."""
+    """Number formats of a cache or of weights."""
 
     float16 = "float16"
     bfloat16 = "bfloat16"
     float32 = "float32"
     float64 = "float64"
+
+
+class Kind(str, enum.Enum):
+    """Kinds of scores of heads."""
+
+    planted = "planted"
+    natural = "natural"
 
 
 class Preset(str, enum.Enum):
@@ -235,6 +242,43 @@ def draw(
     else:
         subject = command.Subject.of(checkpoint)
     _show(command.draw(out, subject, length, layer, head), command.describe, as_json)
+
+
+@app.command(
+    "retrieval-heads",
+    epilog=_epilog(
+        "retrieval-heads Qwen/Qwen3-0.6B --share 0.2 --output-dir heads",
+        "retrieval-heads my-model --kind natural --text book.txt --length 8192",
+    ),
+)
+def retrieval_heads(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=f"Unpatched. {_NAME}", show_default=False)],
+    share: Annotated[float, typer.Option(help="How many of all KV heads are chosen.")] = 0.2,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of a prompt.")] = 2048,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts of each kind.")] = 4,
+    seed: Annotated[int, typer.Option(min=0, help="Of planted numbers and random tokens.")] = 0,
+    texts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--text", metavar="FILE", help="Text for the natural prompts; may be repeated. By default random tokens."
+        ),
+    ] = None,
+    kind: Annotated[Kind, typer.Option(help="Scores that rank the heads.")] = Kind.planted,
+    dtype: Annotated[Dtype, typer.Option(help="Of the weights.")] = Dtype.bfloat16,
+    output_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Writes scores.json, poslsh.json and heads.png there.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Find the KV heads that fetch from afar.
+
+    Scores heads by their attention to planted numbers and repeated passages, a few passes of the model, no training.
+    """
+    from hf_poslsh.cli import retrieval as command
+
+    prompt = command.Prompts(length, prompts, seed, texts or None)
+    result = command.find_heads(model, share, prompt, _value(kind), _value(dtype), output_dir)
+    _show(result, command.describe, as_json)
 
 
 @app.command(epilog=_epilog("demo", "demo --train"))

@@ -44,6 +44,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from command_line import run  # noqa: E402
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors  # noqa: E402
+from transformers import PreTrainedTokenizerFast  # noqa: E402
 
 from hf_poslsh.testing import FAMILIES, tiny_model  # noqa: E402
 
@@ -95,3 +97,17 @@ def patched(host):
     folder = host.parent / "patched"
     run("patch", host, folder, "--set", "sigma=8", "--set", "num_samples=6", "--set", "layers=[1]")
     return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """Characters, after a beginning of sequence; 257 tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={"<s>": 0, **{c: i + 1 for i, c in enumerate(alphabet)}}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex("."), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="<s>")

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import hf_poslsh_cli
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = ("info", "patch", "unpatch", "plan", "draw", "demo")
+COMMANDS = ("info", "patch", "unpatch", "plan", "draw", "retrieval-heads", "demo")
 
 
 def program(*arguments, **options):

@@ -65,7 +65,7 @@ def test_the_page_shows_what_the_commands_print(tmp_path, monkeypatch):
     make_workplace(tmp_path)
     blocks = [match.group(1) for match in BLOCK.finditer((DOCS / "cli.md").read_text())]
     commands = {line.split()[2] for block in blocks for line in block.splitlines() if line.startswith("$ hf-poslsh ")}
-    assert commands == {"--help", "info", "patch", "unpatch", "plan", "draw", "demo"}
+    assert commands == {"--help", "info", "patch", "unpatch", "plan", "draw", "retrieval-heads", "demo"}
     for block in blocks:
         assert shown(output_of(block)) == shown(block)
     old, new = imread(DOCS / "draw.png"), imread("masks.png")

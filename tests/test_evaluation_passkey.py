@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 from evaluate import main
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
 
 from hf_poslsh.evaluation import (
     answered_by_generation,
@@ -24,20 +22,6 @@ from hf_poslsh.evaluation import (
 from hf_poslsh.testing import tiny_model
 
 SIZE = 260
-
-
-@pytest.fixture(scope="session")
-def tokenizer():
-    """Characters, after a beginning of sequence."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={"<s>": 0, **{c: i + 1 for i, c in enumerate(alphabet)}}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex("."), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>"])
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="<s>")
 
 
 class Reader(torch.nn.Module):
