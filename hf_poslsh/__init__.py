@@ -9,12 +9,14 @@ from hf_poslsh.hub import push_to_hub
 from hf_poslsh.models.families import register_family
 from hf_poslsh.ops.blocks import merge_attention
 from hf_poslsh.ops.functional import alibi_attention, positional_lsh_attention
+from hf_poslsh.ops.rotary import Rotary
 from hf_poslsh.patching import StepCallback, patch_model, poslsh, set_step, unpatch_model
 from hf_poslsh.slopes import alibi_slopes
 
 __all__ = [
     "PosLSHConfig",
     "PositionalHash",
+    "Rotary",
     "StepCallback",
     "alibi_attention",
     "alibi_slopes",

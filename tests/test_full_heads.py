@@ -55,6 +55,9 @@ def test_every_way_to_compute_it_is_the_hand_computed_case(rotary, keys, queries
     layout = make_layout(q, k)
     turns = make_turns(rotary, layout.query_positions, distance, 0, torch.float64, layout.key_positions)
     results = []
+    with torch.no_grad():
+        out = full_attention(q, k, v, layout, 0.25, turns, plain=True)
+        torch.testing.assert_close(out, expected[:, :, keys - queries :], **F64)
     for impl, plain in [("reference", False), ("auto", False), ("auto", True), ("blocks", False)]:
         leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
         out = full_attention(*leaves, layout, 0.25, turns, impl=impl, plain=plain)
@@ -122,7 +125,7 @@ def test_rows_that_see_nothing_are_0_and_masked_keys_are_not_read():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("queries", "plain"), [(150, True), (150, False), (1, False)])
+@pytest.mark.parametrize(("queries", "plain"), [(150, True), (150, False), (1, False), (1, True)])
 def test_half_precision(dtype, queries, plain):
     rotary = ROTARIES["half"]
     q, k, v = (tensor.to(dtype) for tensor in inputs(queries=150))

@@ -57,9 +57,13 @@ def full_attention(
             there = turns.keys * torch.tensor([1.0, -1.0], dtype=turns.keys.dtype)[:, None]
             key = torch.where(turned[:, None, :, None], turn(key, there, turns.interleaved).to(key.dtype), key)
         return biased_attention(query, key, value, bias, layout, scale, impl=impl, turns=turns)[0]
+    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    plain = plain and query.device.type == "cpu" and not torch.compiler.is_compiling()
     if query.shape[2] == 1 and impl == "auto":
+        if plain and not needs_grad:
+            return _one_query_by_flash(query, key, value, scale, turns, turned)
         return _one_query(query, key, value, layout, scale, turns, turned)
-    if plain and impl == "auto" and query.device.type == "cpu" and not torch.compiler.is_compiling():
+    if plain and impl == "auto":
         return _by_flash(query, key, value, layout, scale, turns, turned)
     everything = _everything(query.shape[1])
     if turns is None:
@@ -158,6 +162,32 @@ def _one_query(
     weights = torch.where(seen, scores, 0.0).softmax(-1)
     out = torch.where(seen, weights.to(value.dtype) @ value, 0)
     return out.flatten(1, 2)[:, :, None]
+
+
+def _one_query_by_flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    turns: Turns | None,
+    turned: torch.Tensor | None,
+) -> torch.Tensor:
+    """The same where nothing is masked and no gradient needed: each key is read once, in place.
+
+    The query heads of a group are the queries of one dense call.
+    """
+    shape = (query.shape[0], key.shape[1], -1, query.shape[3])
+    keys = key.shape[2]
+    far = 0 if turns is None else max(keys - turns.max_distance, 0)  # the first keys, d away or more
+    parts = [_flash(query.reshape(shape), key[:, :, far:], value[:, :, far:], 0.0, False, scale=scale)]
+    if turns is not None and far:
+        far_key = key[:, :, :far]
+        if turned is None:  # otherwise those are turned already
+            assert turns.keys is not None
+            far_key = turn(far_key, turns.keys[:, :far], turns.interleaved).to(key.dtype)
+        far_query = turn(query, turns.queries, turns.interleaved).to(query.dtype)
+        parts.append(_flash(far_query.reshape(shape), far_key, value[:, :, :far], 0.0, False, scale=scale))
+    return merge_attention(parts)[0].reshape(query.shape)
 
 
 # --- torch's flash kernel -----------------------------------------------------------------------------------
