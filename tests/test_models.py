@@ -282,7 +282,6 @@ def test_hidden_states_are_returned(family, ids):
 @pytest.mark.parametrize(
     ("overrides", "train", "kwargs", "message"),
     [
-        ({}, False, {"output_attentions": True}, "output_attentions"),
         ({}, False, {"attention_mask": torch.ones(2, 1, 24, 24)}, "4-D"),
         ({}, False, {"attention_mask": {"full_attention": None}}, "dict"),
         ({}, False, {"attention_mask": torch.ones(2, 20)}, "24 tokens"),

@@ -7,7 +7,8 @@ in one keyword argument, ``poslsh``, which every decoder layer hands on.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,9 +19,9 @@ from hf_poslsh.cache import heads_of, query_heads
 from hf_poslsh.config import PosLSHConfig
 from hf_poslsh.models.context import Context
 from hf_poslsh.ops.bias import Layout, PositionBias, bias_from_config
-from hf_poslsh.ops.full import full_attention
+from hf_poslsh.ops.full import full_attention, full_weights
 from hf_poslsh.ops.functional import biased_attention
-from hf_poslsh.ops.reference import allowed_pairs
+from hf_poslsh.ops.reference import allowed_pairs, attention_weights
 from hf_poslsh.ops.rotary import Turns
 from hf_poslsh.split_cache import SplitStates
 
@@ -88,7 +89,7 @@ def poslsh_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What transformers calls where ``config._attn_implementation == "poslsh"``.
 
     Args:
@@ -102,7 +103,8 @@ def poslsh_attention(
         **kwargs: ``poslsh``, the ``Context`` of this forward; the rest is ignored.
 
     Returns:
-        ``(B, Q, H, D)``, and None: weights are never materialised.
+        ``(B, Q, H, D)``, and the attention weights ``(B, H, Q, tokens so far)`` where the context asks for them, else
+        None.
 
     Raises:
         ValueError: something was asked for that would otherwise be ignored silently.
@@ -131,7 +133,12 @@ def poslsh_attention(
     if layers is not None and layer not in layers:
         assert isinstance(key, torch.Tensor)
         assert isinstance(value, torch.Tensor)
-        return _host_attention(module, query, key, value, layout, dropout, scaling), None
+        out = _host_attention(module, query, key, value, layout, dropout, scaling)
+        if not context.weights:
+            return out, None
+        everything = PositionBias.window(query.shape[1], None)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return out, context.by_slot(layer, attention_weights(query, key, everything, layout, scale, "pooled"))
     if not isinstance(module, PosLSHAttentionMixin):
         raise ValueError(f"layer {layer} is to be patched but is a {type(module).__name__}; call patch_model again.")
     if dropout:
@@ -139,7 +146,6 @@ def poslsh_attention(
             f"attention_dropout is {dropout} in training, which attention 'poslsh' does not have; "
             "load the model with attention_dropout=0.0."
         )
-    method = context.method
     bias = _bias(dict(config.poslsh), query.shape[1], config.num_key_value_heads, layer, context.step)
     # Autocast computes the projections in half precision but leaves rotated queries and keys in float32.
     dtype = (value.rest if isinstance(value, SplitStates) else value).dtype
@@ -147,16 +153,14 @@ def poslsh_attention(
     turns = context.turns if rotates(module) else None
     if turns is not None:
         turns = turns.on(query.device)
-    if full := heads_of(method, layer):
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        out = _with_full_heads(full, module, query, key, value, bias, layout, scale, turns, context)
-    else:
-        assert isinstance(key, torch.Tensor)
-        assert isinstance(value, torch.Tensor)
-        out, _ = biased_attention(
-            query, key, value, bias, layout, scaling, method.estimator, method.impl, turns=turns
-        )
-    return out.transpose(1, 2).contiguous(), None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    parts = _parts(module, query, key, value, bias, layout, scale, turns, context)
+    order = [head for part in parts for head in part.heads]
+    outs = [part.attend(query[:, part.heads] if len(parts) > 1 else query) for part in parts]
+    out = _in_order(outs, order).transpose(1, 2).contiguous()
+    if not context.weights:
+        return out, None
+    return out, _in_order([part.weigh(query[:, part.heads]) for part in parts], order)
 
 
 def rotates(module: Any) -> bool:
@@ -164,8 +168,23 @@ def rotates(module: Any) -> bool:
     return bool(getattr(module, "use_rope", True))
 
 
-def _with_full_heads(
-    full: tuple[int, ...],
+class _Part(NamedTuple):
+    """Some of a layer's query heads: how their output and their weights are computed from their queries."""
+
+    heads: list[int]
+    attend: Callable[[torch.Tensor], torch.Tensor]
+    weigh: Callable[[torch.Tensor], torch.Tensor]
+
+
+def _in_order(parts: list[torch.Tensor], heads: list[int]) -> torch.Tensor:
+    """Tensors ``(B, some of the heads, ...)`` as one, its heads in order."""
+    if len(parts) == 1:
+        return parts[0]
+    order = torch.tensor(heads, device=parts[0].device).argsort()
+    return torch.cat(parts, dim=1).index_select(1, order)
+
+
+def _parts(
     module: Any,
     query: torch.Tensor,
     key: Any,
@@ -175,33 +194,46 @@ def _with_full_heads(
     scale: float,
     turns: Turns | None,
     context: Context,
-) -> torch.Tensor:
-    """Output ``(B, H, Q, D)`` of a layer in which the KV heads ``full`` keep all their keys."""
+) -> list[_Part]:
+    """The heads that keep all their keys, if the layer has some, and the others."""
     method, layer, queries = context.method, module.layer_idx, query.shape[2]
-    kv_heads = module.config.num_key_value_heads
+    kv_heads, full = module.config.num_key_value_heads, heads_of(method, layer)
     full_queries, rest_queries = query_heads(full, query.shape[1], kv_heads)
-    turned, whole = None, layout
-    if isinstance(key, SplitStates):
-        turned = key.turned
-        whole = context.layout(layer, queries, query.device, layout.window, layout.chunk, all_slots=True)
-    else:
-        rest = [head for head in range(kv_heads) if head not in full]
-        key, value = (SplitStates(states[:, rest], states[:, list(full)]) for states in (key, value))
-    keys = key.full.shape[2]
-    plain = context.plain and whole.key_positions.shape[1] == keys
-    plain = plain and all(limit is None or limit >= keys for limit in (layout.window, layout.chunk))
-    outs = [
-        full_attention(query[:, full_queries], key.full, value.full, whole, scale, turns, turned, method.impl, plain)
-    ]
+    parts = []
+    if full:
+        split = isinstance(key, SplitStates)
+        turned, whole = None, layout
+        if split:
+            turned = key.turned
+            whole = context.layout(layer, queries, query.device, layout.window, layout.chunk, all_slots=True)
+        else:
+            rest = [head for head in range(kv_heads) if head not in full]
+            key, value = (SplitStates(states[:, rest], states[:, list(full)]) for states in (key, value))
+        keys, full_key, full_value = key.full.shape[2], key.full, value.full
+        plain = context.plain and whole.key_positions.shape[1] == keys
+        plain = plain and all(limit is None or limit >= keys for limit in (layout.window, layout.chunk))
+
+        def attend_to_all(q: torch.Tensor) -> torch.Tensor:
+            return full_attention(q, full_key, full_value, whole, scale, turns, turned, method.impl, plain)
+
+        def weigh_all(q: torch.Tensor) -> torch.Tensor:
+            weights = full_weights(q, full_key, whole, scale, turns, turned)
+            return weights if split else context.by_slot(layer, weights)
+
+        parts.append(_Part(full_queries, attend_to_all, weigh_all))
+        key, value = key.rest, value.rest
+    sinks = turns._replace(keys=None) if turns is not None and method.sink_tokens else None
+
+    def attend(q: torch.Tensor) -> torch.Tensor:
+        return biased_attention(q, key, value, bias, layout, scale, method.estimator, method.impl, turns=sinks)[0]
+
+    def weigh(q: torch.Tensor) -> torch.Tensor:
+        weights = attention_weights(q, key, bias, layout, scale, method.estimator, sinks)
+        return context.by_slot(layer, weights)
+
     if rest_queries:
-        sinks = turns._replace(keys=None) if turns is not None and method.sink_tokens else None
-        out, _ = biased_attention(
-            query[:, rest_queries], key.rest, value.rest, bias, layout, scale,
-            method.estimator, method.impl, turns=sinks,
-        )  # fmt: skip
-        outs.append(out)
-    order = torch.tensor([*full_queries, *rest_queries], device=query.device).argsort()
-    return torch.cat(outs, dim=1).index_select(1, order)
+        parts.append(_Part(rest_queries, attend, weigh))
+    return parts
 
 
 @torch.compiler.assume_constant_result

@@ -31,6 +31,7 @@ class Context(NamedTuple):
         step: training step that keys the draws, or None for the fixed ones.
         turns: of the queries, of sinks and of the keys of full heads, where the method bounds rotary distances.
         plain: every slot is known to hold a token of one document, so that slots are positions.
+        weights: the attention weights are asked for.
     """
 
     method: PosLSHConfig
@@ -41,6 +42,7 @@ class Context(NamedTuple):
     step: int | None
     turns: Turns | None = None
     plain: bool = False
+    weights: bool = False
 
     def num_keys(self, layer: int, queries: int) -> int:
         """Number of keys that a layer's attention is to be given for so many queries."""
@@ -48,6 +50,19 @@ class Context(NamedTuple):
         if isinstance(slots, Ring):
             return slots.sinks + slots.window + queries
         return slots.shape[0] if isinstance(slots, torch.Tensor) else slots[1]
+
+    def by_slot(self, layer: int, weights: torch.Tensor) -> torch.Tensor:
+        """Weights ``(B, H, Q, K)`` of a layer's keys as ``(B, H, Q, slots so far)``: 0 where no key is held."""
+        slots = self.key_slots[layer]
+        if isinstance(slots, Ring) or not isinstance(self.first_query, int):
+            raise ValueError(
+                "output_attentions=True does not go with a static cache, whose columns are no tokens; use a dynamic "
+                "one."
+            )
+        if not isinstance(slots, torch.Tensor):
+            slots = torch.arange(slots[0], sum(slots))
+        whole = weights.new_zeros(*weights.shape[:3], self.first_query + weights.shape[2])
+        return whole.index_copy(3, slots.to(weights.device), weights)
 
     def layout(
         self,

@@ -40,6 +40,8 @@ else:
 MODEL_TAGS = [ATTENTION_NAME, "requires hf-poslsh"]
 """In the head of every model card: all that a card can say that PEFT writes."""
 
+_WEIGHTS_LIMIT = 2**31  # bytes of float32 attention weights that one forward may make
+
 logger = logging.get_logger(__name__)
 
 
@@ -210,8 +212,6 @@ class PosLSHBaseModelMixin(PosLSHModelMixin):
         cache = past_key_values if cache is None else cache
         tokens = input_ids if input_ids is not None else inputs_embeds
         if tokens is not None:
-            if kwargs.get("output_attentions", self.config.output_attentions):
-                raise ValueError("output_attentions=True is not supported: the weights are never materialised.")
             wants_cache = self.config.use_cache if use_cache is None else use_cache
             # A compiled graph cannot ask which keys to drop, and in training nobody reads the cache.
             if cache is None and wants_cache and not self.training and not torch.compiler.is_compiling():
@@ -256,23 +256,26 @@ class PosLSHBaseModelMixin(PosLSHModelMixin):
         method = method_of(self.config)
         step = self._draw_step(method)
         plain = method.full_heads is not None and _is_plain(positions, segments, seen)
-        turns = self._turns(method, positions, queries, seen, cache)
+        weights = bool(kwargs.get("output_attentions", self.config.output_attentions))
+        if weights:
+            _check_weights(self.config, tokens, positions.shape[1])
+        turns = self._turns(method, positions, queries, seen, None if weights else cache)
         self._warn_of_untrained_distances(method, positions, mask is None and segments is None)
         if cache is not None and has_rings(cache):
             rings = plan_rings(cache, queries, seen, positions, segments, _sights(self.config, step))
             slots = tuple(rings.get(layer, span) for layer, span in enumerate(slots_of_layers))
-            return Context(method, positions, segments, seen, slots, step, turns, plain)
+            return Context(method, positions, segments, seen, slots, step, turns, plain, weights)
         if cache is not None and drops_keys(cache):
             sights = _sights(self.config, step)
             if torch.compiler.is_compiling() and not has_bounded(cache):
                 check_windows(slots_of_layers, queries, sights)
-                return Context(method, positions, segments, seen, slots_of_layers, step, turns, plain)
+                return Context(method, positions, segments, seen, slots_of_layers, step, turns, plain, weights)
             slots_of_layers = plan_forward(
                 cache, queries, int(seen), slots_of_layers, positions, segments, sights,
                 keep_all=step is not None,  # the next step's draws may reach further
                 turning=self._turning(method),
             )  # fmt: skip
-        return Context(method, positions, segments, seen, slots_of_layers, step, turns, plain)
+        return Context(method, positions, segments, seen, slots_of_layers, step, turns, plain, weights)
 
     def _turns(
         self, method: PosLSHConfig, positions: torch.Tensor, queries: int, seen: int | torch.Tensor, cache: Any
@@ -398,6 +401,16 @@ def method_of(config: Any) -> PosLSHConfig:
 @torch.compiler.assume_constant_result
 def _method(fields: dict[str, Any]) -> PosLSHConfig:
     return PosLSHConfig.from_saved(fields)
+
+
+def _check_weights(config: Any, tokens: torch.Tensor, slots: int) -> None:
+    size = config.num_hidden_layers * config.num_attention_heads * tokens.shape[0] * tokens.shape[1] * slots * 4
+    if size > _WEIGHTS_LIMIT:
+        raise ValueError(
+            f"output_attentions=True would make {size / 2**30:.1f} GiB of attention weights ({tokens.shape[1]} "
+            f"queries of {tokens.shape[0]} rows by {slots} tokens, in all heads and layers); at most "
+            f"{_WEIGHTS_LIMIT / 2**30:g} GiB are made, by the dense reference. Give a shorter text, or fewer rows."
+        )
 
 
 def _check_mask(mask: Any, tokens: torch.Tensor, seen: int | torch.Tensor, cache: Any) -> None:

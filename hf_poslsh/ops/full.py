@@ -17,6 +17,7 @@ from hf_poslsh.ops.banded import banded_attention, merged_backward
 from hf_poslsh.ops.bias import Layout, PositionBias
 from hf_poslsh.ops.blocks import merge_attention
 from hf_poslsh.ops.functional import biased_attention
+from hf_poslsh.ops.reference import attention_weights
 from hf_poslsh.ops.rotary import Turns, turn
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -53,9 +54,7 @@ def full_attention(
     """
     if impl == "reference":
         bias = _everything(query.shape[1])
-        if turned is not None and turns is not None and turns.keys is not None:
-            there = turns.keys * torch.tensor([1.0, -1.0], dtype=turns.keys.dtype)[:, None]
-            key = torch.where(turned[:, None, :, None], turn(key, there, turns.interleaved).to(key.dtype), key)
+        key = turned_back(key, turns, turned)
         return biased_attention(query, key, value, bias, layout, scale, impl=impl, turns=turns)[0]
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     plain = plain and query.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -84,6 +83,19 @@ def full_attention(
         ),
     ]
     return merge_attention((out, lse) for out, lse in passes if lse is not None)[0]
+
+
+def full_weights(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    layout: Layout,
+    scale: float,
+    turns: Turns | None = None,
+    turned: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The attention weights of ``full_attention``, dense: ``(B, H, Q, K)``; ``turns`` with ``keys``."""
+    key = turned_back(key, turns, turned)
+    return attention_weights(query, key, _everything(query.shape[1]), layout, scale, "pooled", turns)
 
 
 @torch.compiler.assume_constant_result
@@ -119,6 +131,15 @@ def _shifted(layout: Layout, distance: int) -> Layout:
     if window is not None and window < 1:  # the host sees nothing that is far
         query_positions, window = torch.full_like(query_positions, -1), None
     return Layout(query_positions, layout.key_positions, *segments, True, window, None)
+
+
+def turned_back(key: torch.Tensor, turns: Turns | None, turned: torch.Tensor | None) -> torch.Tensor:
+    """Keys ``(B, H_kv, K, D)`` as their positions rotate them, those of ``turned`` too; ``turns`` with ``keys``."""
+    if turns is None or turned is None:
+        return key
+    assert turns.keys is not None
+    there = torch.stack([turns.keys[..., 0, :], -turns.keys[..., 1, :]], dim=-2)
+    return torch.where(turned[:, None, :, None], turn(key, there, turns.interleaved).to(key.dtype), key)
 
 
 def _one_query(

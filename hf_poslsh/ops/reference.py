@@ -80,6 +80,37 @@ def reference_attention(
     return out.to(query.dtype), lse
 
 
+def attention_weights(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    bias: PositionBias,
+    layout: Layout,
+    scale: float,
+    estimator: str,
+    turns: Turns | None = None,
+) -> torch.Tensor:
+    """The weights with which ``reference_attention`` sums the values, dense, for study.
+
+    Args:
+        query: ``(B, H, Q, D)``.
+        key: ``(B, H_kv, K, D)``.
+        bias: as there, like the others.
+        layout: see there.
+        scale: see there.
+        estimator: see there.
+        turns: see there.
+
+    Returns:
+        ``(B, H, Q, K)`` in the dtype of ``query``; a row sums to 1, or is 0 if it sees no key.
+    """
+    scores, _ = _scores(query, key, key, layout, scale, torch.float64, turns)
+    identity = torch.eye(key.shape[2], dtype=torch.float64, device=key.device)
+    allowed = allowed_pairs(layout)[:, None]
+    samples: list[int | None] = [*range(bias.hashes.num_samples)] if estimator == "mean" else [None]
+    masks = (torch.where(allowed, pair_weights(bias, layout, sample), 0.0) for sample in samples)
+    return torch.stack([_masked_softmax(scores, mask, identity)[0] for mask in masks]).mean(0).to(query.dtype)
+
+
 def dense_attention(
     query: torch.Tensor,
     key: torch.Tensor,
