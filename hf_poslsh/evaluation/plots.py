@@ -95,13 +95,13 @@ def plot_by_position(
     _save(figure, axes, title, path)
 
 
-def plot_passkeys(
+def plot_retrieval(
     arms: Mapping[str, Sequence[Mapping[str, Any]]], path: str | os.PathLike[str], *, title: str | None = None
 ) -> None:
-    """Draws the accuracy of passkey retrieval, depth by length, one panel per arm, and writes it to ``path``.
+    """Draws the accuracy of one task of retrieval, depth by length, one panel per arm, and writes it to ``path``.
 
     Args:
-        arms: for each arm, what ``passkey_accuracy`` returned; the same questions for all.
+        arms: for each arm, what ``retrieval_accuracy`` returned; the same questions for all.
         path: file to write; the suffix chooses the format.
         title: text above the plot.
 
@@ -110,7 +110,7 @@ def plot_passkeys(
         ImportError: matplotlib is not installed.
     """
     if not any(arms.values()):
-        raise ValueError("there are no passkeys to plot; ask at least one arm.")
+        raise ValueError("there is no retrieval to plot; ask at least one arm.")
     columns = min(len(arms), 4)
     rows = -(-len(arms) // columns)
     figure = _empty_figure((2.5 + 2.5 * columns, 0.7 + 2.6 * rows))
@@ -128,8 +128,8 @@ def plot_passkeys(
         panel.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
         panel.set_title(arm)
     figure.supxlabel("length (tokens)")
-    figure.supylabel("depth of the key (0: at the start)")
-    figure.colorbar(image, ax=panels.tolist(), label="keys repeated")
+    figure.supylabel("depth of what is asked for (0: at the start)")
+    figure.colorbar(image, ax=panels.tolist(), label="answers that are right")
     if title:
         figure.suptitle(title)
     figure.savefig(path, dpi=150)
