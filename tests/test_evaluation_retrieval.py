@@ -62,7 +62,7 @@ def first_code(text):
 def solve_variables(text):
     """The names that hold the number, link by link."""
     text, question = text.split(" For example")
-    number = re.findall(r"the text hold (\d{5})\?", question)[0]
+    number = re.findall(r"The variables that hold (\d{5}) are", question)[0]
     held, links = [number], {value: name for name, value in re.findall(r"Let (\w+) = (\w+)\.", text)}
     while held[-1] in links:
         held.append(links[held[-1]])
@@ -90,7 +90,7 @@ class Solver(torch.nn.Module):
 
     def next_token(self, ids):
         text = TOKENIZER.decode(ids.tolist())
-        cue = re.match(r".*(\?.* is|hold \d{5} are)", text)
+        cue = re.match(r".*(\?.* is|The variables that hold \d{5} are)", text)
         return 0 if cue is None else ord(f" {self.rule(cue.group())}?????????"[len(text) - cue.end()])
 
     def forward(self, input_ids, use_cache=False):
@@ -130,8 +130,8 @@ def test_variable_prompts_by_hand():
     riddle = variable_riddle(["AB", "CD", "EF"], "12345", [0.5, 1.0])
     links = " Let AB = 12345.", " Let CD = AB.", " Let EF = CD."
     question = (
-        " For example, after Let P = 7. Let Q = P. the variables that hold 7 are P, Q. Which variables of the text"
-        " hold 12345? In the order of their assignment, the variables that hold 12345 are"
+        " For example, after Let QUQUA = 00000. Let TRTRI = QUQUA. the variables that hold 00000 are QUQUA, TRTRI."
+        " The variables that hold 12345 are"
     )
     length = 1 + len("".join(links) + question + " AB, CD, EF") + 40
     made = plant(TOKENIZER, riddle, length, 0.5, ids_of("abcdefgh"), None)
@@ -185,7 +185,7 @@ def test_things_numbers_and_names_are_different_and_as_many_as_asked_for():
     codes = re.findall(r"The code of the (\w+) is (\d{5})\.", text)
     assert len(dict(codes)) == len({number for _, number in codes}) == 20
     made = retrieval_prompts(TOKENIZER, ["variable-tracking"], [2000], [0.5], 1, hops=9)[0]
-    text = TOKENIZER.decode(made.prompt)
+    text = TOKENIZER.decode(made.prompt).split(" For example")[0]
     links = re.findall(r"Let ([A-Z]{5}) = (\w+)\.", text)
     assert made.key == ", ".join(name for name, _ in links)
     assert [value for _, value in links[1:]] == [name for name, _ in links[:-1]]

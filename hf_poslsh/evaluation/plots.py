@@ -128,8 +128,8 @@ def plot_retrieval(
         panel.set_xticks(range(len(lengths)), [str(length) for length in lengths], rotation=45)
         panel.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
         panel.set_title(arm)
-    figure.supxlabel("length (tokens)")
-    figure.supylabel("depth of what is asked for (0: at the start)")
+    figure.supxlabel("length (tokens)", fontsize="medium")
+    figure.supylabel("depth (0: at the start)", fontsize="medium")
     figure.colorbar(image, ax=panels.tolist(), label="answers that are right")
     if title:
         figure.suptitle(title)

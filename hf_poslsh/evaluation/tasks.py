@@ -75,7 +75,7 @@ def multi_key_riddle(codes: Sequence[tuple[str, str]], others: Sequence[float]) 
 def variable_riddle(names: Sequence[str], number: str, others: Sequence[float]) -> Riddle:
     """A chain of assignments: the first variable is given a number, every other one the value of the one before.
 
-    All that hold the number are asked for, in their order. A short example shows the form of the answer.
+    All that hold the number are asked for, in their order. A short example shows order and form of the answer.
 
     Args:
         names: of the variables, along the chain.
@@ -88,10 +88,9 @@ def variable_riddle(names: Sequence[str], number: str, others: Sequence[float]) 
         (" Let", f" {name}", " =", f" {value}", ".") for name, value in zip(names, values, strict=True)
     )
     question = (
-        " For example, after Let P = 7. Let Q = P. the variables that hold 7 are P, Q.",
-        " Which variables of the text hold",
-        f" {number}",
-        "? In the order of their assignment, the variables that hold",
+        # Of the same form as what is asked for, which it puts in order, but with a number that no trial has.
+        " For example, after Let QUQUA = 00000. Let TRTRI = QUQUA. the variables that hold 00000 are QUQUA, TRTRI.",
+        " The variables that hold",
         f" {number}",
         " are",
     )
