@@ -162,6 +162,7 @@ def collect(experiment: Experiment, evaluations: dict[str, Any], used: dict[str,
                 "lengths": evaluation["lengths"],
                 "positions": evaluation["positions"],
                 "passkeys": evaluation["passkeys"],
+                "retrieval": evaluation.get("retrieval"),
             }
             for name, evaluation in evaluations.items()
         },

@@ -1,10 +1,9 @@
-"""What is made of the scores: bytes, measures, intervals, seeds, differences, tables, plots, by hand counts."""
+"""What is made of the scores: bytes, measures, intervals, seeds, differences, tables, by hand counts."""
 
 import csv
 import io
 import json
 import math
-import xml.etree.ElementTree
 from itertools import pairwise
 
 import numpy as np
@@ -21,9 +20,6 @@ from hf_poslsh.evaluation import (
     loss_difference,
     markdown_report,
     measures,
-    plot_by_length,
-    plot_by_position,
-    plots,
     position_edges,
     require_same_targets,
     resampling_units,
@@ -334,7 +330,7 @@ def test_impossible_buckets_are_refused(edges, message):
         by_position([scores_of([1.0, 1.0])], edges)
 
 
-# --- tables and plots
+# --- tables
 
 
 @pytest.fixture
@@ -398,37 +394,3 @@ def test_the_report_shows_figure_interval_and_spread(results):
     for head, line in pairwise(rows):
         if line.startswith("| ---"):
             assert head.count("|") == line.count("|")
-
-
-def test_many_arms_are_told_apart_and_hidden_by_nothing(results, tmp_path, monkeypatch):
-    drawn = []
-    save = plots._save
-    monkeypatch.setattr(plots, "_save", lambda *arguments: (drawn.append(arguments[:2]), save(*arguments)))
-    positions = {f"arm {index}": results["arms"]["rope"]["positions"] for index in range(17)}
-    plot_by_position(positions, tmp_path / "positions.png")
-    ((figure, axes),) = drawn
-    lines = axes.get_lines()
-    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 17
-    (legend,) = figure.legends
-    assert len(legend.get_texts()) == 17
-    assert legend.get_window_extent().x0 >= axes.get_window_extent().x1
-
-
-def test_plots_name_every_arm(results, tmp_path):
-    arms = results["arms"]
-    path = tmp_path / "perplexity.svg"
-    plot_by_length(
-        {arm: content["lengths"] for arm, content in arms.items()},
-        path,
-        protocol="same-targets",
-        training_length=512,
-        title="t",
-    )
-    xml.etree.ElementTree.parse(path)
-    positions = {arm: content["positions"] for arm, content in arms.items()}
-    plot_by_position(positions, tmp_path / "positions.png", training_length=9)
-    assert (tmp_path / "positions.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match="no perplexities"):
-        plot_by_length({"a": {}}, path, protocol="same-targets")
-    with pytest.raises(ValueError, match="no losses"):
-        plot_by_position({"a": []}, path)

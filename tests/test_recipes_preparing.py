@@ -91,6 +91,19 @@ def test_a_continued_run_may_change_what_does_not_change_results(smoke, accelera
     preparing.prepare(smoke, accelerator, resume=True)
 
 
+def test_what_an_earlier_version_could_not_ask_for_counts_as_not_asked_for(smoke, accelerator):
+    preparing.prepare(smoke, accelerator, resume=False)
+    path = Path(smoke.output_dir) / "settings.json"
+    recorded = read_json(path)
+    del recorded["evaluation"]["retrieval_tasks"], recorded["evaluation"]["retrieval_text"]
+    write_json(path, recorded)
+    preparing.prepare(smoke, accelerator, resume=True)
+    write_json(path, recorded)
+    smoke.evaluation.retrieval_tasks = ["multi-key"]
+    with pytest.raises(ValueError, match=r"other settings \(evaluation.retrieval_tasks\)"):
+        preparing.prepare(smoke, accelerator, resume=True)
+
+
 def test_a_continued_run_needs_room_for_what_is_missing_alone(smoke, tmp_path, monkeypatch):
     smoke.training.save_every = 5
     whole = 10 * 2**20  # parameters, all trained: 40 MiB of float32
@@ -118,6 +131,8 @@ def test_a_continued_run_needs_room_for_what_is_missing_alone(smoke, tmp_path, m
         ({"device_map": "cuda"}, "device_map is 'cuda'; choose auto or null"),
         ({"passkey_lengths": [5]}, "length is 5; with this tokenizer a passkey prompt needs"),
         ({"passkey_lengths": [256], "passkey_depths": [2.0]}, "depth is 2.0"),
+        ({"passkey_lengths": [256], "retrieval_tasks": ["needle"]}, "retrieval tasks are .*; name some of passkey"),
+        ({"passkey_lengths": [256], "retrieval_text": "other.txt"}, "retrieval_text is 'other.txt'; name one of"),
         ({"position_length": 40_000}, "length 40000 exceeds model.config.max_position_embeddings"),
         ({"passkey_lengths": [40_000]}, "length 40000 exceeds model.config.max_position_embeddings"),
     ],

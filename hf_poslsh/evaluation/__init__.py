@@ -5,17 +5,17 @@ do not.
 """
 
 from hf_poslsh.evaluation.documents import Document, encode_document
-from hf_poslsh.evaluation.intervals import bootstrap_interval, resampling_units, student_interval
-from hf_poslsh.evaluation.passkey import (
-    Passkey,
+from hf_poslsh.evaluation.intervals import bootstrap_interval, resampling_units, student_interval, wilson_interval
+from hf_poslsh.evaluation.plots import plot_by_length, plot_by_position, plot_retrieval
+from hf_poslsh.evaluation.retrieval import (
+    Question,
+    accuracy_by_length,
     answered_by_generation,
     answered_by_score,
-    passkey_accuracy,
-    passkey_prompt,
-    passkey_prompts,
-    passkey_windows,
+    question_windows,
+    retrieval_accuracy,
+    summarize_retrieval,
 )
-from hf_poslsh.evaluation.plots import plot_by_length, plot_by_position, plot_passkeys
 from hf_poslsh.evaluation.scores import TokenScores, require_same_targets, score_logits
 from hf_poslsh.evaluation.scoring import score_windows
 from hf_poslsh.evaluation.summary import (
@@ -26,7 +26,14 @@ from hf_poslsh.evaluation.summary import (
     position_edges,
     summarize,
 )
-from hf_poslsh.evaluation.tables import markdown_report, rows_by_length, rows_by_position, rows_of_passkeys
+from hf_poslsh.evaluation.tables import (
+    markdown_report,
+    rows_by_length,
+    rows_by_position,
+    rows_of_cells,
+    rows_of_retrieval,
+)
+from hf_poslsh.evaluation.tasks import TASKS, passkey_prompt, passkey_prompts, retrieval_prompts
 from hf_poslsh.evaluation.windows import (
     PROTOCOLS,
     Window,
@@ -37,12 +44,18 @@ from hf_poslsh.evaluation.windows import (
     sliding_windows,
 )
 
+# The earlier names, from when passkeys were the only task.
+Passkey, passkey_windows, passkey_accuracy = Question, question_windows, retrieval_accuracy
+
 __all__ = [
     "PROTOCOLS",
+    "TASKS",
     "Document",
     "Passkey",
+    "Question",
     "TokenScores",
     "Window",
+    "accuracy_by_length",
     "answered_by_generation",
     "answered_by_score",
     "bootstrap_interval",
@@ -59,14 +72,18 @@ __all__ = [
     "passkey_windows",
     "plot_by_length",
     "plot_by_position",
-    "plot_passkeys",
+    "plot_retrieval",
     "position_edges",
     "protocol_windows",
+    "question_windows",
     "require_same_targets",
     "resampling_units",
+    "retrieval_accuracy",
+    "retrieval_prompts",
     "rows_by_length",
     "rows_by_position",
-    "rows_of_passkeys",
+    "rows_of_cells",
+    "rows_of_retrieval",
     "same_target_windows",
     "score_logits",
     "score_windows",
@@ -74,4 +91,6 @@ __all__ = [
     "sliding_windows",
     "student_interval",
     "summarize",
+    "summarize_retrieval",
+    "wilson_interval",
 ]

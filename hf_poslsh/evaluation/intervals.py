@@ -93,3 +93,22 @@ def student_interval(values: Sequence[float]) -> tuple[float, float] | None:
         return None
     half = special.stdtrit(len(values) - 1, (1 + LEVEL) / 2) * np.std(values, ddof=1) / len(values) ** 0.5
     return float(np.mean(values) - half), float(np.mean(values) + half)
+
+
+def wilson_interval(share: float, count: int) -> tuple[float, float]:
+    """Wilson's score interval of a share of independent trials.
+
+    Where a trial may count in part (the mean of several runs), its variance is at most that of one which is right or
+    wrong with the same mean, so that the interval is then wider than need be, not narrower.
+
+    Args:
+        share: of the trials that were right, 0 to 1.
+        count: number of trials, at least 1.
+
+    Returns:
+        The lower and the upper end, within 0 and 1.
+    """
+    z = float(special.ndtri((1 + LEVEL) / 2))
+    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * (share * (1 - share) / count + z * z / (4 * count * count)) ** 0.5
+    return max(0.0, middle - half), min(1.0, middle + half)

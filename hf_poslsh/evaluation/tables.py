@@ -87,7 +87,7 @@ def markdown_report(results: dict[str, Any]) -> str:
 
     Args:
         results: as of ``rows_by_length``, and ``name``; an arm may have ``positions``, what ``by_position`` returned,
-            and ``passkeys``, what ``passkey_accuracy`` returned.
+            and ``retrieval``, what ``summarize_retrieval`` returned.
     """
     arms, protocol = results["arms"], results["protocol"]
     first = next(iter(next(iter(arms.values()))["lengths"].values()))
@@ -119,28 +119,59 @@ def markdown_report(results: dict[str, Any]) -> str:
             "Nats per token. The text differs between positions: compare arms at one position, not positions.\n\n"
             f"{_table(['arm', *head], rows)}"
         )
-    passkeys = {arm: content["passkeys"] for arm, content in arms.items() if content.get("passkeys")}
-    if passkeys:
-        cells = next(iter(passkeys.values()))
-        head = [str(length) for length in dict.fromkeys(cell["length"] for cell in cells)]
-        rows = []
-        for arm, of_arm in passkeys.items():
-            found = {(str(cell["length"]), cell["depth"]): cell["accuracy"] for cell in of_arm}
-            for depth in dict.fromkeys(cell["depth"] for cell in of_arm):
-                rows.append([arm, f"{depth:g}", *(f"{100 * found[length, depth]:.0f}" for length in head)])
-        parts.append(
-            f"## Passkeys repeated (%), by depth and length\n\n{cells[0]['trials']} keys per cell, answered "
-            f"{protocol['passkeys']['answered']}.\n\n{_table(['arm', 'depth', *head], rows)}"
-        )
+    asked = [content["retrieval"] for content in arms.values() if content.get("retrieval")]
+    parts += [part for task in (asked[0] if asked else []) for part in _retrieval_tables(results, task)]
     return "\n".join(parts)
 
 
-def rows_of_passkeys(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row per arm, length and depth: the keys ``arm, length, depth, trials, accuracy, runs``."""
+def _retrieval_tables(results: dict[str, Any], task: str) -> Iterator[str]:
+    arms = {arm: content["retrieval"][task] for arm, content in results["arms"].items() if content.get("retrieval")}
+    asked, first = results["protocol"]["retrieval"], next(iter(arms.values()))
+    around = "the repeated filler" if asked["text"] is None else f"`{asked['text']}`"
+    head = [str(row["length"]) for row in first["lengths"]]
+    rows = [
+        [arm, *(_text(row["accuracy"], row["interval"], None, ".0f", 100) for row in found["lengths"])]
+        for arm, found in arms.items()
+    ]
+    yield (
+        f"## Retrieval, {task}: answers that are right (%), by length\n\n"
+        f"{first['lengths'][0]['questions']} questions per length, answered {asked['answered']}, in {around}. "
+        f"Brackets: {LEVEL:.0%} interval of Wilson, over the questions.\n\n{_table(['arm', *head], rows)}"
+    )
+    rows = []
+    for arm, found in arms.items():
+        cells = {(str(cell["length"]), cell["depth"]): cell["accuracy"] for cell in found["cells"]}
+        for depth in dict.fromkeys(cell["depth"] for cell in found["cells"]):
+            rows.append([arm, f"{depth:g}", *(f"{100 * cells[length, depth]:.0f}" for length in head)])
+    yield (
+        f"## Retrieval, {task}: answers that are right (%), by depth and length\n\n"
+        f"{first['cells'][0]['trials']} questions per cell.\n\n{_table(['arm', 'depth', *head], rows)}"
+    )
+
+
+def rows_of_retrieval(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row per task, arm and length: the keys ``task, arm, length, questions, accuracy, low, high, runs``."""
+    return [
+        {
+            "task": task,
+            "arm": arm,
+            **{key: row[key] for key in ("length", "questions", "accuracy")},
+            "low": row["interval"][0],
+            "high": row["interval"][1],
+            "runs": len(row["runs"]),
+        }
+        for arm, content in results["arms"].items()
+        for task, found in (content.get("retrieval") or {}).items()
+        for row in found["lengths"]
+    ]
+
+
+def rows_of_cells(results: dict[str, Any], task: str) -> list[dict[str, Any]]:
+    """One row per arm, length and depth of a task: the keys ``arm, length, depth, trials, accuracy, runs``."""
     return [
         {"arm": arm, **cell, "runs": len(cell["runs"])}
         for arm, content in results["arms"].items()
-        for cell in content.get("passkeys") or []
+        for cell in (content.get("retrieval") or {}).get(task, {}).get("cells", [])
     ]
 
 

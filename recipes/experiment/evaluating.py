@@ -19,7 +19,7 @@ from experiment.settings import EvaluationSettings
 from experiment.sources import Text
 from hf_poslsh.evaluation import (
     Document,
-    Passkey,
+    Question,
     TokenScores,
     Window,
     answered_by_generation,
@@ -27,15 +27,15 @@ from hf_poslsh.evaluation import (
     by_position,
     check_edges,
     encode_document,
-    passkey_accuracy,
-    passkey_prompts,
-    passkey_windows,
     position_edges,
     protocol_windows,
+    question_windows,
     require_same_targets,
+    retrieval_prompts,
     score_windows,
     single_pass_windows,
     summarize,
+    summarize_retrieval,
 )
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -76,11 +76,27 @@ def plan(settings: EvaluationSettings, documents: Sequence[Sized]) -> Plan:
     return Plan(lengths, single_pass)
 
 
-def questions(settings: EvaluationSettings, tokenizer: Any) -> list[Passkey]:
-    """The passkeys to ask for; none if the settings name no length. Raises ValueError if they can't be made."""
+def questions(settings: EvaluationSettings, tokenizer: Any, texts: Sequence[Text]) -> list[Question]:
+    """What is to be retrieved; nothing if the settings name no length. Raises ValueError if it can't be asked."""
     if not settings.passkey_lengths:
         return []
-    return passkey_prompts(tokenizer, settings.passkey_lengths, settings.passkey_depths, settings.passkey_trials)
+    text = None
+    if settings.retrieval_text is not None:
+        contents = {each.name: each.content for each in texts}
+        if settings.retrieval_text not in contents:
+            raise ValueError(
+                f"evaluation.retrieval_text is {settings.retrieval_text!r}; name one of the held-out texts, "
+                f"{', '.join(contents)}, or null for the repeated filler."
+            )
+        text = contents[settings.retrieval_text]
+    return retrieval_prompts(
+        tokenizer,
+        settings.retrieval_tasks,
+        settings.passkey_lengths,
+        settings.passkey_depths,
+        settings.passkey_trials,
+        text=text,
+    )
 
 
 @dataclass(frozen=True)
@@ -91,14 +107,14 @@ class Scored:
         protocol: its name, parameters and texts, as JSON types.
         lengths: at each length.
         single_pass: of the passes for the loss by position; None if it was not asked for.
-        passkeys: the questions; none if they were not asked for.
+        questions: of retrieval; none if they were not asked for.
         answered: which of them were, bool.
     """
 
     protocol: dict[str, Any]
     lengths: dict[int, TokenScores]
     single_pass: TokenScores | None
-    passkeys: list[Passkey]
+    questions: list[Question]
     answered: np.ndarray
 
     def parts(self) -> dict[str, TokenScores]:
@@ -130,7 +146,7 @@ def score_checkpoint(
     """
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     documents = [encode_document(tokenizer, text.content) for text in texts]
-    planned, passkeys = plan(settings, documents), questions(settings, tokenizer)
+    planned, asked = plan(settings, documents), questions(settings, tokenizer, texts)
     # How many processes read, each its share. All of them gather what was read.
     readers = accelerator.num_processes if settings.device_map is None else 1
     model = None
@@ -150,8 +166,8 @@ def score_checkpoint(
     single_pass = scores.pop("single_pass", None)
     scored = np.bincount(next(iter(scores.values())).document, minlength=len(documents))
     answered = np.empty(0, bool)
-    if passkeys:
-        answered = ask_passkeys(accelerator, readers, console, title, model, tokenizer, passkeys, settings)
+    if asked:
+        answered = ask(accelerator, readers, console, title, model, tokenizer, asked, settings)
     protocol = {
         "name": settings.protocol,
         "tokens_scored": len(next(iter(scores.values()))),
@@ -174,14 +190,14 @@ def score_checkpoint(
             if single_pass is None
             else {"single_pass": {"length": settings.position_length, "tokens_scored": len(single_pass)}}
         ),
-        **(
-            {"passkeys": {"answered": "in writing" if settings.passkey_generate else "token by token"}}
-            if passkeys
-            else {}
-        ),
     }
+    if asked:
+        protocol["retrieval"] = {
+            "answered": "in writing" if settings.passkey_generate else "token by token",
+            "text": settings.retrieval_text,
+        }
     require_same_targets(scores)
-    return Scored(protocol, scores, single_pass, passkeys, answered)
+    return Scored(protocol, scores, single_pass, asked, answered)
 
 
 def score_share(
@@ -207,33 +223,41 @@ def score_share(
     return TokenScores.concatenate(gather_object(parts))
 
 
-def ask_passkeys(
+def ask(
     accelerator: Accelerator,
     readers: int,
     console: Console,
     title: str,
     model: Any,
     tokenizer: Any,
-    passkeys: list[Passkey],
+    asked: list[Question],
     settings: EvaluationSettings,
 ) -> np.ndarray:
-    """Which of the questions are answered, bool ``(len(passkeys),)``, on every process; as of ``score_share``."""
+    """Which of the questions are answered, bool ``(len(asked),)``, on every process; as of ``score_share``."""
     if settings.passkey_generate:
         answers = []
         if model is not None:
-            mine = list(range(len(passkeys)))[accelerator.process_index :: readers]
-            written = answered_by_generation(model, tokenizer, [passkeys[index] for index in mine])
+            mine = list(range(len(asked)))[accelerator.process_index :: readers]
+            written = answered_by_generation(model, tokenizer, [asked[index] for index in mine])
             answers = list(zip(mine, written.tolist(), strict=True))
         together = dict(gather_object(answers))
-        return np.array([together[index] for index in range(len(passkeys))])
-    documents, windows = passkey_windows(passkeys)
-    with progress(console, title, sum(window.length for window in windows)) as meter:
-        part = score_share(accelerator, readers, model, documents, windows, settings, meter, "passkeys")
-    return answered_by_score(part, len(passkeys))
+        return np.array([together[index] for index in range(len(asked))])
+    answered = np.empty(len(asked), bool)
+    with progress(console, title, sum(question.length - 1 for question in asked)) as meter:
+        for length in dict.fromkeys(question.length for question in asked):
+            of_length = [index for index, question in enumerate(asked) if question.length == length]
+            documents, windows = question_windows([asked[index] for index in of_length])
+            note = f"retrieval from {length}"
+            part = score_share(accelerator, readers, model, documents, windows, settings, meter, note)
+            answered[of_length] = answered_by_score(part, len(of_length))
+    return answered
 
 
 def summarize_runs(runs: Sequence[Scored], settings: EvaluationSettings) -> dict[str, Any]:
-    """The figures of one arm: ``lengths`` (keys are text), ``positions`` and ``passkeys`` (None: none)."""
+    """The figures of one arm: ``lengths`` (keys are text), ``positions``, ``passkeys``, ``retrieval`` (None: none).
+
+    ``passkeys`` are the cells of the passkey task, which are in ``retrieval`` as well.
+    """
     lengths = {
         str(length): summarize([run.lengths[length] for run in runs], settings.top_k) for length in runs[0].lengths
     }
@@ -241,8 +265,9 @@ def summarize_runs(runs: Sequence[Scored], settings: EvaluationSettings) -> dict
     if settings.position_length is not None:
         edges = settings.position_edges or position_edges(settings.position_length)
         positions = by_position([run.single_pass for run in runs if run.single_pass], edges, settings.top_k)
-    passkeys = passkey_accuracy(runs[0].passkeys, [run.answered for run in runs]) if runs[0].passkeys else None
-    return {"lengths": lengths, "positions": positions, "passkeys": passkeys}
+    retrieval = summarize_retrieval(runs[0].questions, [run.answered for run in runs]) or None
+    passkeys = retrieval["passkey"]["cells"] if retrieval and "passkey" in retrieval else None
+    return {"lengths": lengths, "positions": positions, "passkeys": passkeys, "retrieval": retrieval}
 
 
 def evaluate_checkpoint(

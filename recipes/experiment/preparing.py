@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from experiment.corpus import (
 )
 from experiment.evaluating import plan, questions
 from experiment.files import read_json, write_json
-from experiment.settings import Settings
+from experiment.settings import EvaluationSettings, Settings
 from experiment.sources import Text, digest, read_splits
 from experiment.training import micro_batches
 from hf_poslsh.evaluation.documents import begins_with
@@ -110,7 +110,7 @@ def prepare(settings: Settings, accelerator: Accelerator, resume: bool) -> Exper
     config = model_config(settings.model, len(tokenizer), tokenizer.eos_token_id)
     with whole_models(accelerator):
         parameters, trained = check_arms(config, settings)
-    questions(settings.evaluation, tokenizer)
+    questions(settings.evaluation, tokenizer, texts["held_out"])
     check_disk(settings, parameters, trained, output)
     accelerator.wait_for_everyone()  # nobody writes before all have looked
     if accelerator.is_main_process:
@@ -170,7 +170,9 @@ def check_output(record: dict[str, Any], output: Path, resume: bool) -> None:
             raise ValueError(
                 f"{output} already holds an experiment; pass --resume to continue it, or choose another --output_dir."
             )
-        before, now = _flat(read_json(recorded)), _flat(record)
+        # What an earlier version could not ask for was not asked for.
+        defaults = asdict(EvaluationSettings(lengths=[]))
+        before, now = _flat({"evaluation": defaults}) | _flat(read_json(recorded)), _flat(record)
         changed = sorted(key for key in set(now) - _FREE if key not in before or before[key] != now[key])
         if changed:
             raise ValueError(

@@ -26,10 +26,11 @@ from hf_poslsh.evaluation import (
     markdown_report,
     plot_by_length,
     plot_by_position,
-    plot_passkeys,
+    plot_retrieval,
     rows_by_length,
     rows_by_position,
-    rows_of_passkeys,
+    rows_of_cells,
+    rows_of_retrieval,
 )
 from hf_poslsh.hub import base_options
 
@@ -57,13 +58,13 @@ def write_report(output: Path, results: dict[str, Any]) -> None:
 
 
 def write_results(output: Path, results: dict[str, Any], training_length: int | None) -> None:
-    """Writes ``results.json``, ``results.csv``, ``report.md``, ``perplexity.png``; also of positions and passkeys.
+    """Writes ``results.json``, ``results.csv``, ``report.md``, ``perplexity.png``; also of positions and retrieval.
 
     Args:
         output: folder to write to.
         results: ``name``, ``versions``, ``protocol``, and ``arms``: for each its ``poslsh`` fields (None: the
-            original), ``lengths`` and perhaps ``positions`` and ``passkeys``. Perhaps ``differences``. What they hold
-            is said in ``hf_poslsh.evaluation.markdown_report``.
+            original), ``lengths`` and perhaps ``positions`` and ``retrieval``. Perhaps ``differences``. What they
+            hold is said in ``hf_poslsh.evaluation.markdown_report``.
         training_length: marked in the plots.
     """
     write_json(output / "results.json", results)
@@ -78,11 +79,15 @@ def write_results(output: Path, results: dict[str, Any], training_length: int | 
             training_length=training_length,
             title=results["name"],
         )
-    passkeys = {name: arm["passkeys"] for name, arm in arms.items() if arm.get("passkeys")}
-    if passkeys:
-        write_csv(output / "passkeys.csv", rows_of_passkeys(results))
-        with replaced(output / "passkeys.png") as picture:
-            plot_passkeys(passkeys, picture, title=results["name"])
+    retrieval = {name: arm["retrieval"] for name, arm in arms.items() if arm.get("retrieval")}
+    if retrieval:
+        write_csv(output / "retrieval.csv", rows_of_retrieval(results))
+    for task in next(iter(retrieval.values()), {}):
+        name = "passkeys" if task == "passkey" else task
+        write_csv(output / f"{name}.csv", rows_of_cells(results, task))
+        with replaced(output / f"{name}.png") as picture:
+            cells = {arm: found[task]["cells"] for arm, found in retrieval.items()}
+            plot_retrieval(cells, picture, title=f"{results['name']}: {task}")
     positions = {name: arm["positions"] for name, arm in arms.items() if arm.get("positions")}
     if positions:
         write_csv(output / "positions.csv", rows_by_position(results))

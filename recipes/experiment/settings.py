@@ -150,9 +150,11 @@ class EvaluationSettings:
         position_length: also report the loss by position within single passes of so many tokens; None: don't.
         position_passes: such passes per text, evenly spaced.
         position_edges: of the buckets of positions; None: 0, 1/16, 1/8, 1/4, 1/2, 3/4 and all of ``position_length``.
-        passkey_lengths: also ask for passkeys in prompts of so many tokens; empty: don't.
+        retrieval_tasks: ``passkey``, ``multi-key``, ``variable-tracking``; asked where ``passkey_lengths`` is given.
+        retrieval_text: name of the held-out text around what is to be found; None: a few sentences, repeated.
+        passkey_lengths: also ask for passkeys, or whatever the tasks are, in prompts of so many tokens; empty: don't.
         passkey_depths: where the key stands, from 0 (start) to 1 (end).
-        passkey_trials: keys per length and depth.
+        passkey_trials: keys per task, length and depth.
         passkey_generate: let the model write the key; False: score it token by token, in one pass.
     """
 
@@ -168,6 +170,8 @@ class EvaluationSettings:
     position_length: int | None = None
     position_passes: int = 1
     position_edges: list[int] | None = None
+    retrieval_tasks: list[str] = dataclasses.field(default_factory=lambda: ["passkey"])
+    retrieval_text: str | None = None
     passkey_lengths: list[int] = dataclasses.field(default_factory=list)
     passkey_depths: list[float] = dataclasses.field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
     passkey_trials: int = 10
