@@ -17,8 +17,8 @@ from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_poslsh.evaluation import Question, passkey_prompt
 from hf_poslsh.evaluation.documents import begins_with
-from hf_poslsh.evaluation.passkey import Passkey, passkey_prompt
 from hf_poslsh.models.attention import host_limits
 
 _ROWS = 1024  # query rows for which the mask of a layer with a window or chunk is built at a time
@@ -63,7 +63,7 @@ def planted_probes(tokenizer: Any, length: int, prompts: int, seed: int) -> list
     ]
 
 
-def _planted(tokenizer: Any, passkey: Passkey) -> Probe:
+def _planted(tokenizer: Any, passkey: Question) -> Probe:
     prompt, answer = passkey.prompt, passkey.answer
     runs = np.lib.stride_tricks.sliding_window_view(prompt, len(answer))
     start = int((runs == answer).all(1).argmax())  # the filler has no digits: it is there once

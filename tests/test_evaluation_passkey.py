@@ -13,10 +13,10 @@ from evaluate import main
 from hf_poslsh.evaluation import (
     answered_by_generation,
     answered_by_score,
-    passkey_accuracy,
     passkey_prompt,
     passkey_prompts,
-    passkey_windows,
+    question_windows,
+    retrieval_accuracy,
     score_windows,
 )
 from hf_poslsh.testing import tiny_model
@@ -111,15 +111,15 @@ def test_impossible_prompts_are_refused(tokenizer, arguments, message):
 def test_a_model_that_knows_is_told_from_one_that_does_not(tokenizer, reach, expected):
     passkeys = passkey_prompts(tokenizer, [200], [0.0, 0.5, 1.0], 4)
     model = Reader(tokenizer, reach)
-    scores = score_windows(model, *passkey_windows(passkeys), batch_tokens=500)
+    scores = score_windows(model, *question_windows(passkeys), batch_tokens=500)
     scored = answered_by_score(scores, len(passkeys))
-    assert [cell["accuracy"] for cell in passkey_accuracy(passkeys, [scored])] == expected
+    assert [cell["accuracy"] for cell in retrieval_accuracy(passkeys, [scored])] == expected
     assert np.array_equal(answered_by_generation(model, tokenizer, passkeys), scored)
 
 
 def test_every_token_of_the_key_counts(tokenizer):
     passkeys = passkey_prompts(tokenizer, [200], [0.5], 2)
-    scores = score_windows(Reader(tokenizer, 10_000), *passkey_windows(passkeys))
+    scores = score_windows(Reader(tokenizer, 10_000), *question_windows(passkeys))
     scores.rank[len(passkeys[0].answer) - 1] = 1  # the last digit of the first key
     assert answered_by_score(scores, 2).tolist() == [False, True]
 
@@ -127,7 +127,7 @@ def test_every_token_of_the_key_counts(tokenizer):
 def test_accuracy_by_hand(tokenizer):
     passkeys = passkey_prompts(tokenizer, [150, 200], [0.5], 2)
     runs = [np.array([True, False, False, False]), np.array([True, True, False, True])]
-    assert passkey_accuracy(passkeys, runs) == [
+    assert retrieval_accuracy(passkeys, runs) == [
         {"length": 150, "depth": 0.5, "trials": 2, "accuracy": 0.75, "runs": [0.5, 1.0]},
         {"length": 200, "depth": 0.5, "trials": 2, "accuracy": 0.25, "runs": [0.0, 0.5]},
     ]
@@ -140,7 +140,7 @@ def test_scoring_agrees_with_generation_of_a_real_model(tokenizer):
     prompt = torch.from_numpy(passkeys[0].prompt)[None]
     liked = model.generate(prompt, max_new_tokens=6, do_sample=False, pad_token_id=0)[0, prompt.shape[1] :].numpy()
     passkeys[0] = type(passkeys[0])(passkeys[0].prompt, liked, "", 120, 0.3)
-    scores = score_windows(model, *passkey_windows(passkeys))
+    scores = score_windows(model, *question_windows(passkeys))
     assert answered_by_score(scores, 3).tolist() == [True, False, False]
 
 

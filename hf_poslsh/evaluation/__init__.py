@@ -44,14 +44,10 @@ from hf_poslsh.evaluation.windows import (
     sliding_windows,
 )
 
-# The earlier names, from when passkeys were the only task.
-Passkey, passkey_windows, passkey_accuracy = Question, question_windows, retrieval_accuracy
-
 __all__ = [
     "PROTOCOLS",
     "TASKS",
     "Document",
-    "Passkey",
     "Question",
     "TokenScores",
     "Window",
@@ -66,10 +62,8 @@ __all__ = [
     "markdown_report",
     "measures",
     "non_overlapping_windows",
-    "passkey_accuracy",
     "passkey_prompt",
     "passkey_prompts",
-    "passkey_windows",
     "plot_by_length",
     "plot_by_position",
     "plot_retrieval",
