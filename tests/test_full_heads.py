@@ -151,6 +151,22 @@ def test_the_model_is_the_host_with_every_pair_rotated_on_its_own(family, ids, f
     assert (logits(without, ids) - expected).abs().max() > 0.1
 
 
+def test_layers_without_full_heads_by_the_dense_reference(family, ids):
+    expected = split_logits(tiny_model(family), ids, bias_weights({}, 24), sinks_of(24), 6, ((), (1,)))
+    got = logits(patched(family, full_heads=[[], [1]], impl="reference"), ids)
+    torch.testing.assert_close(got, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_distances_of_full_heads_are_bounded_without_sinks(family, ids, impl):
+    weights = lsh_weights(PosLSHConfig(sigma=SIGMA, num_samples=6), 24)
+    expected = split_logits(tiny_model(family), ids, weights, sinks_of(24, 0), 6, FULL)
+    model = patched(family, sink_tokens=0, impl=impl)
+    torch.testing.assert_close(logits(model, ids), expected, **CLOSE)
+    pieces, _ = steps(model, ids, [9, 1, 1, 8, 5])
+    torch.testing.assert_close(pieces, expected, **CLOSE)
+
+
 @pytest.mark.parametrize("fields", BIASES, ids=["plsh", "alibi", "window", "fixed_blocks"])
 def test_every_bias_in_the_other_heads(family, ids, fields):
     expected = split_logits(tiny_model(family), ids, bias_weights(fields, 24), sinks_of(24), 6, FULL)

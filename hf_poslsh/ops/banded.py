@@ -16,6 +16,7 @@ from hf_poslsh.ops._backward import backward
 from hf_poslsh.ops._forward import forward
 from hf_poslsh.ops._scratch import Rules, Tables, make_columns, make_scratch, row_stride
 from hf_poslsh.ops._tokens import Tokens, compact_tokens, cut_items, unlimited
+from hf_poslsh.ops._transforms import SECOND, transformable, transforms_active
 from hf_poslsh.ops.bias import UNLIMITED, Layout, PositionBias
 from hf_poslsh.ops.rectangles import rectangles_attention
 from hf_poslsh.ops.rotary import Turns
@@ -55,7 +56,8 @@ def banded_attention(
     if query.device.type != "cpu":
         return rectangles_attention(query, key, value, bias, layout, scale, turns)
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    out, lse = _banded(
+    operator = _Transformable.apply if transforms_active() else _banded
+    out, lse = operator(
         query.to(dtype),
         key.to(dtype),
         value.to(dtype),
@@ -219,7 +221,13 @@ def _differentiate(ctx, out_grad, lse_grad):
     return (*grads, *[None] * 17)
 
 
+def _no_second_derivative(ctx, *grads):
+    raise ValueError(SECOND)
+
+
 _banded.register_autograd(_differentiate, setup_context=_save)
+_banded_backward.register_autograd(_no_second_derivative)
+_Transformable, _ = transformable(_banded, _banded_backward, 10)
 
 
 class _Arguments:

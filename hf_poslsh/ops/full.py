@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hf_poslsh.ops._transforms import transforms_active
 from hf_poslsh.ops.banded import banded_attention, merged_backward
 from hf_poslsh.ops.bias import Layout, PositionBias
 from hf_poslsh.ops.blocks import merge_attention
@@ -57,7 +58,7 @@ def full_attention(
         key = turned_back(key, turns, turned)
         return biased_attention(query, key, value, bias, layout, scale, impl=impl, turns=turns)[0]
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-    plain = plain and query.device.type == "cpu" and not torch.compiler.is_compiling()
+    plain = plain and query.device.type == "cpu" and not torch.compiler.is_compiling() and not transforms_active()
     if query.shape[2] == 1 and impl == "auto":
         if plain and not needs_grad:
             return _one_query_by_flash(query, key, value, scale, turns, turned)
