@@ -285,6 +285,8 @@ class PosLSHBaseModelMixin(PosLSHModelMixin):
         assert isinstance(method.max_distance, int)
         assert self._poslsh_rotary is not None
         slots = seen + torch.arange(queries, device=positions.device)
+        # For one query, a split cache has turned all keys that are far already; impl="auto" reads them as they are.
+        turned = queries == 1 and _splits(cache) and method.impl == "auto"
         dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         return make_turns(
             rotary_of(self, self._poslsh_rotary),
@@ -292,8 +294,7 @@ class PosLSHBaseModelMixin(PosLSHModelMixin):
             method.max_distance,
             method.sink_tokens,
             dtype,
-            # For one query, a split cache has turned all keys that are far already.
-            positions if method.full_heads is not None and (queries > 1 or not _splits(cache)) else None,
+            positions if method.full_heads is not None and not turned else None,
         )
 
     def _turning(self, method: PosLSHConfig) -> list[Turning | None] | None:
