@@ -7,18 +7,26 @@ from oracles import SIGMA
 from test_models import LIMITED
 from transformers import DynamicCache, StaticCache
 
-from hf_poslsh import patch_model
+from hf_poslsh import PosLSHConfig, patch_model
 from hf_poslsh.models.compat import CACHE_NAME
 from hf_poslsh.testing import tiny_model
 
 NEW = 12
+METHOD = PosLSHConfig(sigma=SIGMA, num_samples=6, sink_tokens=1, max_distance=5)
+full_heads: list = []  # of each layer, for the test at hand
 
 
-def patched(family, limited=True, **fields):
+@pytest.fixture(autouse=True, params=[[[], []], [[1], [0]]], ids=["bounded", "full heads"])
+def heads(request):
+    """Every test runs twice: all heads bounded, and some of them full."""
+    full_heads[:] = request.param
+
+
+def patched(family, limited=True, layers=None):
     overrides = LIMITED[family] if limited else {}
-    return patch_model(
-        tiny_model(family, **overrides), sigma=SIGMA, num_samples=6, sink_tokens=1, max_distance=5, **fields
-    )
+    full = [heads if layers is None or layer in layers else [] for layer, heads in enumerate(full_heads)]
+    method = METHOD.replace(layers=layers, full_heads=full if any(full) else None)
+    return patch_model(tiny_model(family, **overrides), method)
 
 
 def greedy(model, row, new=NEW):

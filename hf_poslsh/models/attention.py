@@ -151,8 +151,7 @@ def poslsh_attention(
     dtype = (value.rest if isinstance(value, SplitStates) else value).dtype
     query, key = query.to(dtype), key.to(dtype)
     turns = context.turns if rotates(module) else None
-    if turns is not None:
-        turns = turns.on(query.device)
+    turns = None if turns is None else turns.on(query.device)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     parts = _parts(module, query, key, value, bias, layout, scale, turns, context)
     order = [head for part in parts for head in part.heads]
@@ -202,11 +201,13 @@ def _parts(
     parts = []
     if full:
         split = isinstance(key, SplitStates)
-        turned, whole = None, layout
+        turned, whole, all_turns = None, layout, turns
         if split:
             turned = key.turned
             whole = context.layout(layer, queries, query.device, layout.window, layout.chunk, all_slots=True)
         else:
+            if turns is not None:
+                all_turns = turns.of_keys(context.key_slots[layer])
             rest = [head for head in range(kv_heads) if head not in full]
             key, value = (SplitStates(states[:, rest], states[:, list(full)]) for states in (key, value))
         keys, full_key, full_value = key.full.shape[2], key.full, value.full
@@ -214,10 +215,10 @@ def _parts(
         plain = plain and all(limit is None or limit >= keys for limit in (layout.window, layout.chunk))
 
         def attend_to_all(q: torch.Tensor) -> torch.Tensor:
-            return full_attention(q, full_key, full_value, whole, scale, turns, turned, method.impl, plain)
+            return full_attention(q, full_key, full_value, whole, scale, all_turns, turned, method.impl, plain)
 
         def weigh_all(q: torch.Tensor) -> torch.Tensor:
-            weights = full_weights(q, full_key, whole, scale, turns, turned)
+            weights = full_weights(q, full_key, whole, scale, all_turns, turned)
             return weights if split else context.by_slot(layer, weights)
 
         parts.append(_Part(full_queries, attend_to_all, weigh_all))

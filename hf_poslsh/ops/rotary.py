@@ -8,7 +8,7 @@ pair ``R(d - i) q_i = R(d) q`` and ``R(-j) k_j = R(0) k`` stands at distance d (
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,6 +53,13 @@ class Turns(NamedTuple):
         """The same on a device."""
         keys = None if self.keys is None else self.keys.to(device)
         return self._replace(queries=self.queries.to(device), sinks=self.sinks.to(device), keys=keys)
+
+    def of_keys(self, slots: Any) -> Turns:
+        """The turns of some of the keys: those of ``(first, number)``, or of int64 slots ``(K,)``."""
+        assert self.keys is not None
+        if isinstance(slots, torch.Tensor):
+            return self._replace(keys=self.keys.index_select(1, slots.to(self.keys.device)))
+        return self._replace(keys=self.keys[:, slots[0] : slots[0] + slots[1]])
 
     def of_rows(self, rows: slice) -> Turns:
         """The turns of some of the queries."""
