@@ -108,7 +108,9 @@ def read_checkpoint(path: str) -> Checkpoint:
 
 
 def training_length(checkpoint: Checkpoint) -> int | None:
-    """Tokens of a training sequence, as the settings beside the checkpoint say; None where there are none."""
+    """Tokens of a training sequence, from the settings beside the checkpoint; None without either."""
+    if checkpoint.recipe.get("training", {}).get("steps") == 0:
+        return None
     settings = Path(checkpoint.path).parent / "settings.json"
     return read_json(settings)["training"]["length"] if settings.exists() else None
 

@@ -89,7 +89,8 @@ def plot_by_position(
         for arm, color, marker, aside in _lines(names, grouped=len(panels) > 1):
             places = [place + 0.4 * aside for place in range(len(arms[arm]))]
             _draw_line(axes, arm, color, marker, places, arms[arm], "loss")
-        axes.set_xticks(range(len(buckets)), [f"{bucket['from']}-{bucket['to']}" for bucket in buckets])
+        names = [f"{bucket['from']}-{bucket['to']}" for bucket in buckets]
+        axes.set_xticks(range(len(buckets)), names, **({"rotation": 30, "ha": "right"} if len(names) > 6 else {}))
         if training_length is not None:
             place = sum(bucket["to"] <= training_length for bucket in buckets) - 0.5
             axes.axvline(place, color="0.6", linestyle="--", linewidth=1, label="training length")
