@@ -28,14 +28,14 @@ class Sight(NamedTuple):
         sinks: positions below this are sinks.
         window: the host's own sliding window. Limits sinks too.
         chunk: the host's own attention chunk. Limits sinks too.
-        full: some heads see all that window and chunk let through; the other fields are those of the other heads.
+        full: KV heads that see all that window and chunk let through; the other fields are those of the others.
     """
 
     reach: int
     sinks: int
     window: int
     chunk: int
-    full: bool = False
+    full: tuple[int, ...] = ()
 
     @property
     def widest(self) -> Sight:
@@ -105,7 +105,7 @@ def sight_of_layer(
     full = heads_of(method, layer)
     if full:
         rest = query_heads(full, num_heads, kv_heads)[1]
-        return Sight(int(reach[rest].max(initial=1)), method.sink_tokens, unlimited(window), unlimited(chunk), True)
+        return Sight(int(reach[rest].max(initial=1)), method.sink_tokens, unlimited(window), unlimited(chunk), full)
     return Sight(int(reach.max()), method.sink_tokens, unlimited(window), unlimited(chunk))
 
 
@@ -133,6 +133,7 @@ class BoundedLayer(DynamicLayer):
 
     def __init__(self) -> None:
         super().__init__()
+        self.full: list[int] = []  # KV heads that keep all their keys: see SplitLayer
         self.slots = np.empty(0, np.int64)
         self.seen = 0
         self.record_past = False
@@ -254,21 +255,25 @@ class BoundedLayer(DynamicLayer):
 class Room:
     """Memory of one layer's keys or values with room behind them: a token is added without a copy of the others.
 
-    Without gradients only. What ``extend`` returns is a view that the next ``extend`` may write to.
+    While gradients are off only. What ``extend`` returns is a view that the next ``extend`` may write to.
     """
 
     def __init__(self) -> None:
         self._store: torch.Tensor | None = None
-        self._view: torch.Tensor | None = None
+        self.view: torch.Tensor | None = None
         self._start = self._end = 0  # columns of the view
+
+    def __reduce__(self) -> Any:
+        # A copy starts without room: after pickling, store and view would no longer share their memory.
+        return Room, ()
 
     def extend(self, tensor: torch.Tensor, held: np.ndarray, new: torch.Tensor) -> torch.Tensor:
         """The columns ``held`` of ``tensor`` ``(B, H, K, D)``, and ``new`` after them."""
-        if torch.is_grad_enabled() and (tensor.requires_grad or new.requires_grad):
-            self._store = self._view = None
+        if torch.is_grad_enabled():
+            self._store = self.view = None
             return _joined(tensor, held, new)
         store, old, added = self._store, tensor.shape[2], new.shape[2]
-        ours = store is not None and tensor is self._view
+        ours = store is not None and tensor is self.view
         ours = ours and (torch.is_inference_mode_enabled() or not tensor.is_inference())
         if store is None or not ours or len(held) == 0 or held[-1] < old - 1 or self._end + added > store.shape[2]:
             return self._move(tensor, held, new)
@@ -290,8 +295,8 @@ class Room:
 
     def _look(self, store: torch.Tensor, start: int, end: int) -> torch.Tensor:
         self._start, self._end = start, end
-        self._view = store[:, :, start:end]
-        return self._view
+        self.view = store[:, :, start:end]
+        return self.view
 
 
 def _joined(tensor: torch.Tensor, index: np.ndarray, new: torch.Tensor | None = None) -> torch.Tensor:
@@ -384,6 +389,11 @@ def plan_forward(
     for layer, sight in enumerate(sights):
         held = cache.layers[layer] if layer < len(cache.layers) else None
         if isinstance(held, BoundedLayer):
+            if held.full != list(sight.full):
+                raise ValueError(
+                    f"the cache of layer {layer} keeps all keys of the KV heads {held.full}, where full_heads names "
+                    f"{list(sight.full)}: it was made for another method. Let the model make a cache of its own."
+                )
             slot = held.plan(queries, places, documents, None if keep_all or not sight.bounded else sight)
             if sight.full:
                 held.plan_turning(None if turning is None else turning[layer], places, first)  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from hf_poslsh.cache import BoundedLayer, Room
-from hf_poslsh.ops.rotary import Rotary, turn, turns_to_start
+from hf_poslsh.ops.rotary import Rotary, turn, turns_back
 
 
 class SplitStates(NamedTuple):
@@ -60,8 +60,9 @@ class SplitLayer(BoundedLayer):
         self.rest = [head for head in range(kv_heads) if head not in self.full]
         self.full_keys: torch.Tensor | None = None
         self.full_values: torch.Tensor | None = None
-        self.turned = np.zeros((1, 0), bool)
+        self.turned_by = np.zeros((1, 0), np.int64)  # positions by which each key was turned back, 0: it was not
         self._full_rooms = Room(), Room()
+        self._far = np.zeros((1, 0), bool)  # columns that the coming forward sees from afar alone
         self._turning: Turning | None = None
 
     def plan_turning(self, turning: Turning | None, positions: np.ndarray, first: np.ndarray) -> None:
@@ -73,29 +74,35 @@ class SplitLayer(BoundedLayer):
             first: int64 ``(rows,)``, position of the first new query.
         """
         self._turning = turning
-        if turning is None or self.full_keys is None:
+        if turning is None:
+            if self.turned_by.any():
+                raise ValueError(
+                    "this cache was filled at bounded rotary distances (max_distance), and the method has none now. "
+                    "Let the model make a cache of its own."
+                )
+            return
+        if self.full_keys is None:
             return
         held = positions[:, : self.seen]
-        exists = held >= 0
-        before = np.broadcast_to(self.turned, np.broadcast_shapes(self.turned.shape, held.shape))
-        wanted = np.where(exists, held <= first[:, None] - turning.max_distance, before)
-        changed = wanted != before
-        columns = np.flatnonzero(changed.any(0))
-        self.turned = wanted
+        shape = np.broadcast_shapes(held.shape, self.turned_by.shape)
+        held, before = np.broadcast_to(held, shape), np.broadcast_to(self.turned_by, shape)
+        self._far = (held >= 0) & (held <= first[:, None] - turning.max_distance)
+        self.turned_by = np.where(held < 0, before, np.where(self._far, held, 0))
+        columns = np.flatnonzero((self.turned_by != before).any(0))
         if len(columns) == 0:
             return
         keys = self.full_keys
-        index = torch.from_numpy(columns).to(keys.device)
-        part = keys.index_select(2, index)
+        old, new = (torch.from_numpy(by[:, columns]).to(keys.device) for by in (before, self.turned_by))
         dtype = torch.float64 if keys.dtype == torch.float64 else torch.float32
-        turns = turns_to_start(turning.rotary, torch.from_numpy(held[:, columns]).to(keys.device), dtype)
-        back = torch.from_numpy(~wanted[:, columns]).to(keys.device)
-        turns[..., 1, :] = torch.where(back[..., None], -turns[..., 1, :], turns[..., 1, :])
-        change = torch.from_numpy(changed[:, columns]).to(keys.device)[:, None, :, None]
-        part = torch.where(change, turn(part, turns, turning.rotary.interleaved).to(keys.dtype), part)
-        writable = not (torch.is_grad_enabled() and keys.requires_grad)
+        index = torch.from_numpy(columns).to(keys.device)
+        turned = turn(
+            keys.index_select(2, index), turns_back(turning.rotary, old, new, dtype), turning.rotary.interleaved
+        )
+        # Only memory of our own is written to, and never while autograd may have saved it.
+        writable = not torch.is_grad_enabled() and keys is self._full_rooms[0].view
         writable = writable and (torch.is_inference_mode_enabled() or not keys.is_inference())
-        self.full_keys = keys.index_copy_(2, index, part) if writable else keys.index_copy(2, index, part)
+        turned = turned.to(keys.dtype)
+        self.full_keys = keys.index_copy_(2, index, turned) if writable else keys.index_copy(2, index, turned)
 
     @torch.compiler.disable
     def update(  # type: ignore[override]
@@ -111,9 +118,9 @@ class SplitLayer(BoundedLayer):
             for room, tensor, added in zip(self._full_rooms, old, new, strict=True)
         )
         self.full_keys, self.full_values = keys, values
-        added = np.zeros((self.turned.shape[0], keys.shape[2] - self.turned.shape[1]), bool)
-        self.turned = np.concatenate([self.turned, added], axis=1)
-        turned = None if self._turning is None else torch.from_numpy(self.turned).to(keys.device)
+        self.turned_by = _longer(self.turned_by, keys.shape[2])
+        far = _longer(self._far, keys.shape[2])
+        turned = None if self._turning is None else torch.from_numpy(far).to(keys.device)
         return SplitStates(rest[0], keys, turned), SplitStates(rest[1], values)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -121,7 +128,7 @@ class SplitLayer(BoundedLayer):
         super().crop(tokens_to_remove)
         if self.full_keys is not None and self.full_values is not None:
             self.full_keys, self.full_values = self.full_keys[:, :, : self.seen], self.full_values[:, :, : self.seen]
-            self.turned = self.turned[:, : self.seen]
+            self.turned_by = self.turned_by[:, : self.seen]
 
     def _each(self, change: Any) -> None:
         if self.full_keys is not None and self.full_values is not None:
@@ -129,8 +136,8 @@ class SplitLayer(BoundedLayer):
 
     def _rows(self, index: torch.Tensor) -> None:
         self._each(lambda states: states.index_select(0, index.to(states.device)))
-        if self.turned.shape[0] > 1:
-            self.turned = self.turned[index.cpu().numpy()]
+        if self.turned_by.shape[0] > 1:
+            self.turned_by = self.turned_by[index.cpu().numpy()]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:  # type: ignore[override]
         """Puts the rows in another order, int64 ``(B,)``."""
@@ -147,8 +154,8 @@ class SplitLayer(BoundedLayer):
         """Repeats every row."""
         super().batch_repeat_interleave(repeats)
         self._each(lambda states: states.repeat_interleave(repeats, dim=0))
-        if self.turned.shape[0] > 1:
-            self.turned = self.turned.repeat(repeats, axis=0)
+        if self.turned_by.shape[0] > 1:
+            self.turned_by = self.turned_by.repeat(repeats, axis=0)
 
     def offload(self) -> None:
         """The host's, for all heads."""
@@ -165,4 +172,10 @@ class SplitLayer(BoundedLayer):
         """Forgets all tokens."""
         super().reset()
         self.full_keys = self.full_values = None
-        self.turned, self._full_rooms = np.zeros((1, 0), bool), (Room(), Room())
+        self.turned_by, self._far = np.zeros((1, 0), np.int64), np.zeros((1, 0), bool)
+        self._full_rooms = Room(), Room()
+
+
+def _longer(columns: np.ndarray, length: int) -> np.ndarray:
+    """Columns ``(rows, K)`` and zeros after them."""
+    return np.pad(columns, ((0, 0), (0, length - columns.shape[1])))

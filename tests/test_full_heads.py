@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from test_cache import generate, left_padded, steps
 from test_max_distance import BIASES, ROTARIES, bias_weights, rotated, sinks_of
 from test_models import LIMITED
 from test_ops import F64, by_hand, inputs
+from transformers import DynamicCache
 
-from hf_poslsh import PosLSHConfig, patch_model
+from hf_poslsh import PosLSHConfig, patch_model, unpatch_model
 from hf_poslsh.models.compat import CACHE_NAME
 from hf_poslsh.ops.full import full_attention
 from hf_poslsh.ops.functional import make_layout
@@ -251,6 +253,102 @@ def test_static_caches_hold_everything(family):
     torch.testing.assert_close(got[1], expected[1], atol=5e-5, rtol=0)
 
 
+def test_a_chunk_border_inside_of_the_hosts_cache_is_seen():
+    """Llama-4's own cache holds as many keys as a chunk has, across its border."""
+    overrides, ids = {"attention_chunk_size": 16}, random_ids(1, 50)
+    expected = logits(tiny_model("llama4", **overrides), ids, use_cache=False)
+    model = patched("llama4", overrides, full_heads=[[0, 1], [0, 1]], max_distance=None, cache="full")
+    got, _ = steps(model, ids, [10, *[1] * 40], DynamicCache(config=model.config))
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=0)
+
+
+def test_a_pickled_cache_goes_on():
+    model, ids = patched("qwen3"), random_ids(2, 40)
+    pieces, cache = steps(model, ids, [10, 1, 1, 1, 1])
+    again, _ = steps_from(model, ids, 14, pickle.loads(pickle.dumps(cache)))
+    torch.testing.assert_close(torch.cat([pieces, again], 1), logits(model, ids, use_cache=False), **CLOSE)
+
+
+def steps_from(model, ids, start, cache, mask=None, **kwargs):
+    """Logits of single tokens from ``start`` on, and the cache."""
+    outs = []
+    for at in range(start, ids.shape[1]):
+        given = {} if mask is None else {"attention_mask": mask[:, : at + 1]}
+        with torch.no_grad():
+            out = model(ids[:, at : at + 1], use_cache=True, **{CACHE_NAME: cache}, **given, **kwargs)
+        outs.append(out.logits)
+        cache = out.past_key_values
+    return torch.cat(outs, 1), cache
+
+
+@pytest.mark.parametrize("hidden", [slice(0, 5), slice(5, 10)])
+def test_tokens_that_are_hidden_later(hidden):
+    """Turned keys go where their new positions say; the bounded heads see everything here, so that none was lost."""
+    model, ids = patched("qwen3", sigma=100.0), random_ids(1, 40)
+    mask = torch.ones(1, 40, dtype=torch.long)
+    mask[:, hidden] = 0
+    got = []
+    for cache in (None, DynamicCache()):
+        _, cache = steps(model, ids, [20, *[1] * 10], cache)
+        got.append(steps_from(model, ids, 30, cache, mask)[0])
+    torch.testing.assert_close(*got, atol=2e-5, rtol=0)
+
+
+def test_a_mask_of_every_row_and_then_none():
+    model, ids = patched("qwen3"), random_ids(2, 30)
+    expected = logits(model, ids, use_cache=False)
+    mask = torch.ones_like(ids)
+    with torch.no_grad():
+        cache = model(ids[:, :10], attention_mask=mask[:, :10], use_cache=True).past_key_values
+    first, cache = steps_from(model, ids[:, :15], 10, cache, mask)
+    second, _ = steps_from(model, ids, 15, cache)
+    torch.testing.assert_close(torch.cat([first, second], 1), expected[:, 10:], atol=2e-5, rtol=0)
+
+
+def test_a_cache_of_another_method_is_refused():
+    ids = random_ids(1, 30)
+    for fields, message in (
+        ({"full_heads": [[0], [1]]}, r"KV heads \[1\], where full_heads names \[0\]"),
+        ({"full_heads": None}, r"names \[\]: it was made for another method"),
+        ({"max_distance": None}, "filled at bounded rotary distances"),
+    ):
+        model = patched("qwen3")
+        _, cache = steps(model, ids, [20, 1, 1])
+        unpatch_model(model)
+        patch_model(model, **{**PosLSHConfig.from_dict(patched("qwen3").config.poslsh).to_dict(), **fields})
+        with pytest.raises(ValueError, match=message):
+            steps_from(model, ids, 22, cache)
+
+
+def test_backward_after_the_cache_went_on():
+    model, ids = patched("qwen3"), random_ids(2, 30)
+    out = model(ids[:, :20], use_cache=True)
+    steps_from(model, ids, 20, out.past_key_values)
+    out.logits.square().mean().backward()
+    embedding = model.get_input_embeddings().weight.grad.clone()
+    model.zero_grad()
+    model(ids[:, :20], use_cache=False).logits.square().mean().backward()
+    torch.testing.assert_close(model.get_input_embeddings().weight.grad, embedding, atol=1e-5, rtol=1e-3)
+
+
+def test_one_padded_query_in_half_precision_does_not_overflow():
+    q = torch.full((1, 1, 1, 64), 40.0).half()
+    k = (torch.full((1, 1, 5, 64), 40.0) * torch.tensor([1, 0.9, 0.5, 0.2, 1.0])[:, None]).half()
+    v, layout = torch.randn(1, 1, 5, 64).half(), make_layout(q, k)
+    expected = full_attention(q, k, v, layout, 0.125, impl="reference")
+    for plain in (True, False):
+        torch.testing.assert_close(full_attention(q, k, v, layout, 0.125, plain=plain), expected, atol=2e-3, rtol=0)
+
+
+def test_a_second_derivative_is_refused_by_name():
+    model, ids = patched("qwen3"), random_ids(1, 20)
+    embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
+    loss = model(inputs_embeds=embeds, use_cache=False).logits.square().sum()
+    (grad,) = torch.autograd.grad(loss, embeds, create_graph=True)
+    with pytest.raises(ValueError, match="no second derivatives"):
+        grad.square().sum().backward()
+
+
 def test_a_key_is_turned_once(monkeypatch):
     from hf_poslsh import split_cache
 
@@ -258,7 +356,8 @@ def test_a_key_is_turned_once(monkeypatch):
     monkeypatch.setattr(split_cache, "turn", lambda s, *a, f=split_cache.turn: turned.append(s.shape[2]) or f(s, *a))
     generate(patched("qwen3"), random_ids(1, 20), new=30)
     tokens = 20 + 30 - 1  # the last one written is never read
-    assert sum(turned) == 2 * (tokens - 1 - 6 + 1)  # in both layers, those at least 6 behind the last query
+    # In both layers, those at least 6 behind the last query; position 0 stands where it should from the start.
+    assert sum(turned) == 2 * (tokens - 1 - 6)
 
 
 def test_a_crop_turns_keys_back():

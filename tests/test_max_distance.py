@@ -10,6 +10,7 @@ from oracles import SIGMA, bounded_logits, causal, lsh_weights
 from test_models import LIMITED
 from test_ops import F32, F64, assert_same, by_hand, inputs, run
 from test_ops_implementations import LAYOUTS
+from transformers import Gemma3TextConfig
 
 from hf_poslsh import (
     PositionalHash,
@@ -21,6 +22,7 @@ from hf_poslsh import (
 )
 from hf_poslsh.models import modeling
 from hf_poslsh.models.compat import CACHE_NAME
+from hf_poslsh.models.rope import check_max_distance
 from hf_poslsh.ops import flex, functional, rectangles
 from hf_poslsh.ops.rotary import Rotary, turn
 from hf_poslsh.testing import tiny_model
@@ -255,6 +257,12 @@ def test_frequencies_that_depend_on_the_length_are_refused(kind):
         patch_model(model, sink_tokens=1, max_distance="auto")
     assert type(model).__name__ == "MistralForCausalLM"
     patch_model(model, sink_tokens=1)
+
+
+def test_rotary_embeddings_of_several_kinds_are_refused():
+    config = Gemma3TextConfig(num_hidden_layers=2)
+    with pytest.raises(ValueError, match="rotary embeddings of different kinds"):
+        check_max_distance(PosLSHConfig(sink_tokens=1, max_distance=8), config, "half")
 
 
 def test_llama4_norm_after_the_rotation_and_layers_without_rope(ids):

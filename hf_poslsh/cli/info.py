@@ -111,13 +111,14 @@ def _trained(result: dict[str, Any]) -> str:
     trained, covered, method = result["trained_length"], result["covered_length"], result["method"]
     scaled = f", {covered:,} with its rescaled RoPE frequencies" if covered > trained else ""
     text = f"trained context length: {trained:,} tokens{scaled}"
-    if method is None or method["rope"] == "drop" or not method["sink_tokens"] or method["bias"] == "none":
+    sinks = method is not None and method["sink_tokens"] and method["bias"] != "none"
+    full = method is not None and method["full_heads"] is not None
+    if method is None or method["rope"] == "drop" or not (sinks or full):
         return text
+    far = " and ".join(["sink tokens"] * bool(sinks) + ["keys of full heads"] * full)
     if method["max_distance"] is not None:
-        return (
-            f"{text}; sink tokens stay within {method['max_distance']:,} positions of rotary distance at any length"
-        )
-    return f"{text}; beyond, the rotary distance of sink tokens is untrained: patch with max_distance='auto'"
+        return f"{text}; {far} stay within {method['max_distance']:,} positions of rotary distance at any length"
+    return f"{text}; beyond, the rotary distance of {far} is untrained: patch with max_distance='auto'"
 
 
 def _sizes(result: dict[str, Any]) -> str:
@@ -126,7 +127,7 @@ def _sizes(result: dict[str, Any]) -> str:
     rows = [
         [
             str(layer.layer) + ("" if layer.patched or not result["patched"] else " (not patched)"),
-            _windows(layer.windows),
+            span(layer.windows),
             _host(layer),
             f"{layer.keys_per_query:,.1f}",
             f"{layer.cache_tokens:,}",
@@ -158,11 +159,6 @@ def _sizes(result: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def _windows(windows: list[int | None]) -> str:
-    limits = [window for window in windows if window is not None]
-    return span(limits) if limits else "no limit"
-
-
 def _host(layer: LayerCost) -> str:
     if layer.host_window is not None:
         return f"window {layer.host_window:,}"
@@ -172,7 +168,7 @@ def _host(layer: LayerCost) -> str:
 def _heads(layers: list[LayerCost], sigma: list[float] | None) -> str:
     patched = [layer for layer in layers if layer.patched]
     rows = [
-        [str(head), "-" if sigma is None else f"{sigma[head]:.4g}", _windows([la.windows[head] for la in patched])]
+        [str(head), "-" if sigma is None else f"{sigma[head]:.4g}", span([la.windows[head] for la in patched])]
         for head in range(len(patched[0].windows))
     ]
     return table(["head", "sigma", "windows"], rows)

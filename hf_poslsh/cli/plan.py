@@ -11,7 +11,7 @@ from hf_poslsh.cli.costs import LayerCost, Shape, full_cost, layer_costs, number
 from hf_poslsh.cli.source import Source
 from hf_poslsh.cli.text import share, size, span, table
 from hf_poslsh.config import PosLSHConfig
-from hf_poslsh.models.families import supported_models
+from hf_poslsh.models.families import check_full_heads, supported_models
 from hf_poslsh.theory import describe as describe_method
 from hf_poslsh.theory import entry_variance
 
@@ -48,6 +48,7 @@ def plan(
         raise ValueError(f"{source.name} is a {type(source.config).__name__}; supported are {supported_models()}.")
     if method.bias != "poslsh":
         raise ValueError(f"bias={method.bias!r} draws no samples, so there is nothing to plan; use `hf-poslsh info`.")
+    check_full_heads(method, source.config.get_text_config())
     dtype, bytes_per_number = number_format(source.config, dtype)
     shape = Shape.of(source.config)
     full_bytes, full_flops = full_cost(shape, length, batch, bytes_per_number)

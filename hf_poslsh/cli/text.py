@@ -30,7 +30,10 @@ def share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.3g} %"
 
 
-def span(numbers: Sequence[int]) -> str:
-    """The smallest and the largest of some numbers."""
-    low, high = min(numbers), max(numbers)
+def span(numbers: Sequence[int | None]) -> str:
+    """The smallest and the largest of some limits; None is no limit."""
+    limits = [number for number in numbers if number is not None]
+    if not limits:
+        return "no limit"
+    low, high = min(limits), max(limits)
     return f"{low:,}" if low == high else f"{low:,} - {high:,}"

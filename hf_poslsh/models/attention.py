@@ -212,7 +212,9 @@ def _parts(
             key, value = (SplitStates(states[:, rest], states[:, list(full)]) for states in (key, value))
         keys, full_key, full_value = key.full.shape[2], key.full, value.full
         plain = context.plain and whole.key_positions.shape[1] == keys
-        plain = plain and all(limit is None or limit >= keys for limit in (layout.window, layout.chunk))
+        slots = context.positions.shape[1]
+        plain = plain and (layout.window is None or layout.window >= keys)
+        plain = plain and (layout.chunk is None or layout.chunk >= slots)
 
         def attend_to_all(q: torch.Tensor) -> torch.Tensor:
             return full_attention(q, full_key, full_value, whole, scale, all_turns, turned, method.impl, plain)

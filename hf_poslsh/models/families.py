@@ -116,7 +116,8 @@ def register_family(
         base: its base model, whose ``layers[i].self_attn`` are of class ``attention``.
         heads: model classes by the name of the Auto class that loads them.
         rotary: which dimensions its rotary embedding turns together: ``"half"``, (m, m + pairs), which most models
-            do, or ``"interleaved"``, (2 m, 2 m + 1). Without it the family has no ``max_distance``.
+            do, or ``"interleaved"``, (2 m, 2 m + 1). Without it the family has no ``max_distance``. Only for families
+            whose attention modules all rotate, or say by an attribute ``use_rope`` that they don't.
 
     Returns:
         The family.
@@ -249,13 +250,14 @@ def check_method(config: Any) -> None:
             f"layers is {list(method.layers)} but the model has layers 0 to {config.num_hidden_layers - 1}."
         )
     bias_from_config(method, config.num_attention_heads)
-    _check_full_heads(method, config)
+    check_full_heads(method, config)
     family = family_of(config)
     check_max_distance(method, config, None if family is None else family.rotary)
     _check_architectures(config)
 
 
-def _check_full_heads(method: PosLSHConfig, config: Any) -> None:
+def check_full_heads(method: PosLSHConfig, config: Any) -> None:
+    """Checks that a model has the KV heads that a method leaves full. Raises ValueError if not."""
     if method.full_heads is None:
         return
     layers, heads = config.num_hidden_layers, config.num_key_value_heads

@@ -320,9 +320,10 @@ class PosLSHBaseModelMixin(PosLSHModelMixin):
         rotated = [layer for layer in layers if rotates(modules[layer].self_attn)]
         if tokens > length and any(min(sights[i].window, sights[i].chunk) > length for i in rotated):
             self._poslsh_warned = True
+            far = "sink tokens" if method.full_heads is None else "sink tokens and the keys of its full heads"
             logger.warning(
                 f"a text of {tokens} tokens is longer than the {length} that this model's rotary embedding was "
-                "trained for, and its sink tokens stand at their true rotary distance: expect the loss to climb. "
+                f"trained for, and its {far} stand at their true rotary distance: expect the loss to climb. "
                 "Patch with PosLSHConfig(max_distance='auto'), which keeps that distance within the trained length."
             )
 

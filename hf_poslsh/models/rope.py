@@ -61,7 +61,13 @@ def check_max_distance(method: PosLSHConfig, config: Any, rotary: str | None) ->
             f"max_distance={method.max_distance} needs to know how {config.model_type!r} pairs the dimensions that "
             "it rotates; say so: register_family(..., rotary='half' or 'interleaved'). Or leave max_distance out."
         )
-    kind = _parameters(config).get("rope_type", "default")
+    parameters = _parameters(config)
+    if any(isinstance(value, dict) for value in parameters.values()):
+        raise ValueError(
+            f"max_distance={method.max_distance} does not go with {config.model_type!r}, whose layers have rotary "
+            f"embeddings of different kinds ({', '.join(map(str, parameters))}). Set max_distance=None."
+        )
+    kind = parameters.get("rope_type", "default")
     if kind not in _FIXED:
         raise ValueError(
             f"max_distance={method.max_distance} does not go with rope_type={kind!r}, whose frequencies depend on "

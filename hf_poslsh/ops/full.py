@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_poslsh.ops._transforms import transforms_active
+from hf_poslsh.ops._transforms import SECOND, transforms_active
 from hf_poslsh.ops.banded import banded_attention, merged_backward
 from hf_poslsh.ops.bias import Layout, PositionBias
 from hf_poslsh.ops.blocks import merge_attention
@@ -165,11 +165,12 @@ def _one_query(
         allowed = allowed & (places // layout.chunk == position // layout.chunk)
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     exists = (places >= 0)[:, None, :, None]
-    key, value = torch.where(exists, key, 0), torch.where(exists, value, 0)
+    key, value = torch.where(exists, key, 0).to(dtype), torch.where(exists, value, 0)
+    queries = queries.to(dtype)
     if turns is None:
         scores = (queries @ key.transpose(-1, -2)).to(dtype)
     else:
-        far_queries = turn(query, turns.queries, turns.interleaved).to(query.dtype)[:, :, 0].unflatten(1, (-1, group))
+        far_queries = turn(query, turns.queries, turns.interleaved)[:, :, 0].unflatten(1, (-1, group))
         far = (position - places >= turns.max_distance)[:, None, None]
         if turned is None:
             assert turns.keys is not None
@@ -295,8 +296,31 @@ class _Flash(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, out_grad: torch.Tensor) -> Any:  # type: ignore[override]
         """Gradients of query, key and value, near and far."""
-        query, key, value, far_query, far_key, out, lse = ctx.saved_tensors
-        parts, layout, scale, distance, group = ctx.rest
+        grads = _FlashBackward.apply(out_grad, *ctx.saved_tensors, *ctx.rest)
+        return (*grads, *[None] * (8 - len(grads)))
+
+
+class _FlashBackward(torch.autograd.Function):
+    """The gradients of ``_Flash``; a function of its own, so that a second derivative is refused by name."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        out_grad: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        far_query: torch.Tensor | None,
+        far_key: torch.Tensor | None,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        parts: list[_Part],
+        layout: Layout,
+        scale: float,
+        distance: int | None,
+        group: int,
+    ) -> Any:
+        """Gradients of query, key and value, and with a distance of far query and far key."""
         out_grad = out_grad.to(query.dtype).contiguous()
         wide = lse.dtype
         grads = [torch.zeros(tensor.shape, dtype=wide) for tensor in (query, key, value)]
@@ -316,7 +340,12 @@ class _Flash(torch.autograd.Function):
             to_query[:, :, part.rows] += dq
             to_key[:, :, part.keys] += dk.to(wide).unflatten(1, (-1, group)).sum(2)
             grads[2][:, :, part.keys] += dv.to(wide).unflatten(1, (-1, group)).sum(2)
-        return *(grad if grad is None else grad.to(query.dtype) for grad in (*grads, *far_grads)), None, None, None
+        return tuple(grad.to(query.dtype) for grad in (*grads, *far_grads) if grad is not None)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        """Refused."""
+        raise ValueError(SECOND)
 
 
 def _of(

@@ -101,6 +101,11 @@ def turns_to_start(rotary: Rotary, positions: torch.Tensor, dtype: torch.dtype) 
     return _cos_sin(-rotary.angles(positions), dtype)
 
 
+def turns_back(rotary: Rotary, old: torch.Tensor, new: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Cosine and sine ``(..., 2, pairs)`` that turn keys back by ``new`` positions, if ``old`` of them are done."""
+    return _cos_sin(rotary.angles(old) - rotary.angles(new), dtype)
+
+
 def _cos_sin(angles: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if dtype != torch.float64:  # whole turns go in float64, the rest is small enough for float32
         angles = angles * (0.5 / math.pi)
