@@ -8,7 +8,7 @@ from test_cache import left_padded
 from test_models import LIMITED
 
 from hf_poslsh import patch_model
-from hf_poslsh.models import modeling
+from hf_poslsh.models import checks
 from hf_poslsh.models.compat import CACHE_NAME
 from hf_poslsh.testing import tiny_model
 
@@ -88,7 +88,7 @@ def test_decoding_gives_the_last_rows_by_token(family, fields):
 
 
 def test_a_text_that_would_take_too_much_memory_is_refused(monkeypatch, ids):
-    monkeypatch.setattr(modeling, "_WEIGHTS_LIMIT", 2 * 4 * 2 * 24 * 24 * 4)
+    monkeypatch.setattr(checks, "_WEIGHTS_LIMIT", 2 * 4 * 2 * 24 * 24 * 4)
     model = patched("qwen3")
     outputs(model, ids)
     with pytest.raises(ValueError, match=r"GiB of attention weights \(25 queries of 2 rows by 25 tokens"):

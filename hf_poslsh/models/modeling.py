@@ -24,13 +24,14 @@ from hf_poslsh.cache import (
 )
 from hf_poslsh.config import PosLSHConfig
 from hf_poslsh.models.attention import ATTENTION_NAME, host_limits, rotates
+from hf_poslsh.models.checks import check_mask, check_weights, sequence_ends
 from hf_poslsh.models.compat import CACHE_NAME, can_record, key_slots, tokens_seen
 from hf_poslsh.models.configuration import check_attention_name
 from hf_poslsh.models.context import Context, place_tokens
 from hf_poslsh.models.rope import covered_length, rotary_of
 from hf_poslsh.ops.rotary import Turns, make_turns
 from hf_poslsh.split_cache import SplitLayer, Turning
-from hf_poslsh.static_cache import has_rings, make_static_bounded, plan_rings, require
+from hf_poslsh.static_cache import has_rings, make_static_bounded, plan_rings
 
 if TYPE_CHECKING:
     _HostModel = PreTrainedModel
@@ -39,8 +40,6 @@ else:
 
 MODEL_TAGS = [ATTENTION_NAME, "requires hf-poslsh"]
 """In the head of every model card: all that a card can say that PEFT writes."""
-
-_WEIGHTS_LIMIT = 2**31  # bytes of float32 attention weights that one forward may make
 
 logger = logging.get_logger(__name__)
 
@@ -242,7 +241,7 @@ class PosLSHBaseModelMixin(PosLSHModelMixin):
         ends = [start + length for start, length in slots_of_layers]
         if not isinstance(seen, torch.Tensor):
             ends.append(seen + queries)
-        _check_mask(mask, tokens, seen, cache)
+        check_mask(mask, tokens, seen, cache)
         positions, segments = place_tokens(
             queries,
             max(ends),
@@ -251,14 +250,14 @@ class PosLSHBaseModelMixin(PosLSHModelMixin):
             mask,
             position_ids,
             kwargs.get("seq_idx"),
-            _sequence_ends(tokens, seen, kwargs),
+            sequence_ends(tokens, seen, kwargs),
         )
         method = method_of(self.config)
         step = self._draw_step(method)
         plain = method.full_heads is not None and _is_plain(positions, segments, seen)
         weights = bool(kwargs.get("output_attentions", self.config.output_attentions))
         if weights:
-            _check_weights(self.config, tokens, positions.shape[1])
+            check_weights(self.config, tokens, positions.shape[1])
         turns = self._turns(method, positions, queries, seen, None if weights else cache)
         self._warn_of_untrained_distances(method, positions, mask is None and segments is None)
         if cache is not None and has_rings(cache):
@@ -403,53 +402,3 @@ def method_of(config: Any) -> PosLSHConfig:
 @torch.compiler.assume_constant_result
 def _method(fields: dict[str, Any]) -> PosLSHConfig:
     return PosLSHConfig.from_saved(fields)
-
-
-def _check_weights(config: Any, tokens: torch.Tensor, slots: int) -> None:
-    size = config.num_hidden_layers * config.num_attention_heads * tokens.shape[0] * tokens.shape[1] * slots * 4
-    if size > _WEIGHTS_LIMIT:
-        raise ValueError(
-            f"output_attentions=True would make {size / 2**30:.1f} GiB of attention weights ({tokens.shape[1]} "
-            f"queries of {tokens.shape[0]} rows by {slots} tokens, in all heads and layers); at most "
-            f"{_WEIGHTS_LIMIT / 2**30:g} GiB are made, by the dense reference. Give a shorter text, or fewer rows."
-        )
-
-
-def _check_mask(mask: Any, tokens: torch.Tensor, seen: int | torch.Tensor, cache: Any) -> None:
-    if mask is None:
-        return
-    if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
-        kind = f"{mask.ndim}-D tensor" if isinstance(mask, torch.Tensor) else type(mask).__name__
-        raise ValueError(
-            f"attention_mask is a {kind}; a patched model takes the 2-D padding mask (batch, tokens) only. Documents "
-            "in one row are told apart by position_ids that restart, by seq_idx or by cu_seq_lens_q."
-        )
-    static = isinstance(seen, torch.Tensor) or (cache is not None and cache.is_compileable)
-    needed = tokens.shape[1] + (0 if isinstance(seen, torch.Tensor) else seen)
-    good = mask.shape[1] >= needed if static else mask.shape[1] == needed
-    if not good or (mask.shape[0] != 1 and mask.shape[0] != tokens.shape[0]):  # `in` fails on compiled symbols
-        raise ValueError(
-            f"attention_mask has shape {tuple(mask.shape)}; it must cover the {needed} tokens so far, cached ones "
-            f"included, of {tokens.shape[0]} rows."
-        )
-    if isinstance(seen, torch.Tensor):
-        require(
-            seen + tokens.shape[1] <= mask.shape[1],
-            "attention_mask is shorter than the tokens so far; it must cover the cached ones too.",
-        )
-
-
-def _sequence_ends(tokens: torch.Tensor, seen: int | torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    ends = kwargs.get("cu_seq_lens_q")
-    if ends is None and kwargs.get("cu_seq_lens_k") is not None:
-        raise ValueError("cu_seq_lens_k was given without cu_seq_lens_q; pass both.")
-    if ends is None and kwargs.get("seq_idx") is None:
-        return None
-    if not isinstance(seen, torch.Tensor) and seen > 0:
-        raise ValueError(
-            f"cu_seq_lens_q and seq_idx describe whole rows, but the cache holds {seen} tokens already; "
-            "continue packed rows by position_ids."
-        )
-    if ends is not None and tokens.shape[0] != 1:
-        raise ValueError(f"cu_seq_lens_q goes with one packed row, not with a batch of {tokens.shape[0]}.")
-    return ends
