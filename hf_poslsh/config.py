@@ -38,9 +38,9 @@ class PosLSHConfig:
         sigma: length scale in positions: ``"alibi"`` (reciprocal ALiBi slopes, per head), one number, or one
             per query head.
         sink_tokens: the first so many positions of every document stay visible with weight 1.
-        max_distance: the largest rotary distance between a query and a sink token, or any key of ``full_heads``: the
-            pair stands at min(i - j, max_distance); all other keys keep their distance. None: true distances, which a
-            model has not learnt beyond its trained context length. ``"auto"``: a number that follows from the trained
+        max_distance: cap on the rotary distance between a query and a sink token, and between a query and any key in
+            ``full_heads``: it becomes min(i - j, max_distance). Keys in the band keep their true distance. None: no
+            cap; distances beyond the trained context length are then untrained. ``"auto"``: one eighth of the trained
             context length, filled in by ``patch_model``.
         rope: ``"keep"`` (pretrained models) or ``"drop"`` (no other position signal: training from scratch).
         layers: indices of the layers to patch, or None for all.

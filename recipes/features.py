@@ -156,7 +156,9 @@ def write(folder: Path, rows: list[dict[str, object]], options: Options) -> None
     """Writes the CSV and the table, each in one step."""
     folder.mkdir(parents=True, exist_ok=True)
     about = f"{machine()}; {torch.get_num_threads()} threads; torch {torch.__version__}"
-    about += f"; {datetime.date.today().isoformat()}; {options.length} tokens; medians of {options.repeats} pairs."
+    about += f"; {datetime.date.today().isoformat()}; {options.length} tokens; medians of {options.repeats} pairs. "
+    about += f"max_distance: {HEADS} heads of {DIM}, s = {SAMPLES}, {SINKS} sinks, ALiBi slopes. "
+    about += "Full heads: 3 of 15, sigma 256."
     lines = [about, "", "| case | against | seconds without | seconds with | ratio |", "|---|---|---:|---:|---:|"]
     lines += [
         f"| {row['case']} | {row['against']} | {row['seconds_without']:.4f} | {row['seconds_with']:.4f} "
