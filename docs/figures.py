@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,18 @@ import torch
 from matplotlib.figure import Figure
 
 from hf_poslsh import PositionalHash, alibi_attention, positional_lsh_attention, theory
+from hf_poslsh.evaluation import plot_by_position
 from hf_poslsh.theory import comparison
 
+POSITIONS = Path(__file__).parent.parent / "model_cards/mistral_smollm2_beyond/positions/results.json"
+BEYOND = {
+    "plsh-s20-true-as-is": "PLSH, true distances",
+    "plsh-s20-as-is": "PLSH",
+    "plsh-s20-4-sinks-as-is": "PLSH, four sinks",
+    "window-as-is": "window of 1024",
+    "window-4-sinks-as-is": "window, four sinks",
+    "fixed-blocks-as-is": "fixed blocks",
+}  # one sink unless it says four
 SIGMA = 16.0
 LENGTH = 96  # positions in a picture of masks
 # Told apart by all eyes, and by their markers.
@@ -32,6 +43,18 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, figure in (("masks.png", draw_masks()), ("errors.png", draw_errors())):
         figure.savefig(folder / name, dpi=110, metadata={"Software": None})
+    draw_beyond(folder / "beyond.png")
+
+
+def draw_beyond(path: Path) -> None:
+    """Loss by position far beyond the trained context length, from the committed results."""
+    arms = json.loads(POSITIONS.read_text(encoding="utf-8"))["arms"]
+    plot_by_position(
+        {label: arms[arm]["positions"] for arm, label in BEYOND.items()},
+        path,
+        training_length=8192,
+        title="SmolLM2-135M, one pass over a held-out novel, not trained further",
+    )
 
 
 def draw_masks() -> Figure:
