@@ -9,7 +9,7 @@ import torch
 from conftest import random_ids
 from oracles import SIGMA, causal, lsh_weights, split_logits
 from test_cache import generate, left_padded, steps
-from test_max_distance import BIASES, ROTARIES, bias_weights, rotated, sinks_of
+from test_max_distance import BIASES, ROTARIES, bias_weights, check_padding_and_packing, rotated, sinks_of
 from test_models import LIMITED
 from test_ops import F64, by_hand, inputs
 from transformers import DynamicCache
@@ -200,22 +200,9 @@ def test_all_heads_full_at_true_distances_are_the_host(family, ids):
 @pytest.mark.parametrize("limited", [False, True], ids=["full", "limited"])
 def test_padding_packing_and_pieces(family, distance, limited):
     model = patched(family, LIMITED[family] if limited else None, max_distance=distance)
-    rows = [random_ids(1, length, seed=length) for length in (40, 9, 23)]
-    alone = [logits(model, row, use_cache=False) for row in rows]
-    padded, mask = torch.zeros(3, 40, dtype=torch.long), torch.zeros(3, 40, dtype=torch.long)
-    for index, row in enumerate(rows):
-        padded[index, 40 - row.shape[1] :], mask[index, 40 - row.shape[1] :] = row, 1
-    together = logits(model, padded, attention_mask=mask)
-    places = torch.cat([torch.arange(row.shape[1]) for row in rows])[None]
-    packed = logits(model, torch.cat(rows, 1), position_ids=places, use_cache=False)
-    start = 0
-    for index, row in enumerate(rows):
-        length = row.shape[1]
-        torch.testing.assert_close(together[index : index + 1, 40 - length :], alone[index], **CLOSE)
-        torch.testing.assert_close(packed[:, start : start + length], alone[index], **CLOSE)
-        start += length
-    pieces, cache = steps(model, rows[0], [7, 13, 1, 1, 1, 5, 1, 11])
-    torch.testing.assert_close(pieces, alone[0], atol=2e-5, rtol=0)
+    row, alone = check_padding_and_packing(model)
+    pieces, cache = steps(model, row, [7, 13, 1, 1, 1, 5, 1, 11])
+    torch.testing.assert_close(pieces, alone, atol=2e-5, rtol=0)
     assert any(isinstance(layer, SplitLayer) for layer in cache.layers)
 
 

@@ -297,9 +297,13 @@ def _at_true_distances(host, index):
 
 
 def test_padding_and_packing(family):
-    model = patched(family, LIMITED[family])
+    check_padding_and_packing(patched(family, LIMITED[family]))
+
+
+def check_padding_and_packing(model):
+    """Rows that are padded together, and packed into one, are each what they are alone; the first, and its logits."""
     rows = [random_ids(1, length, seed=length) for length in (40, 9, 23)]
-    alone = [logits(model, row) for row in rows]
+    alone = [logits(model, row, use_cache=False) for row in rows]
     padded, mask = torch.zeros(3, 40, dtype=torch.long), torch.zeros(3, 40, dtype=torch.long)
     for index, row in enumerate(rows):
         padded[index, 40 - row.shape[1] :], mask[index, 40 - row.shape[1] :] = row, 1
@@ -312,6 +316,7 @@ def test_padding_and_packing(family):
         torch.testing.assert_close(together[index : index + 1, 40 - length :], alone[index], **CLOSE)
         torch.testing.assert_close(packed[:, start : start + length], alone[index], **CLOSE)
         start += length
+    return rows[0], alone[0]
 
 
 def test_gradients_of_the_weights_with_and_without_checkpointing(family, ids):

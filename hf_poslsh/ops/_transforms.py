@@ -30,8 +30,8 @@ def transforms_active() -> bool:
 
 def transformable(
     forward_op: Callable[..., Any], backward_op: Callable[..., Any], saved_tables: int
-) -> tuple[type[torch.autograd.Function], type[torch.autograd.Function]]:
-    """The two operators as functions that transforms understand.
+) -> type[torch.autograd.Function]:
+    """An operator as a function that transforms understand, its backward pass too.
 
     Args:
         forward_op: ``(query, key, value, *tables, *numbers) -> (out, lse)``.
@@ -39,7 +39,7 @@ def transformable(
         saved_tables: how many of what follows query, key and value are tensors or None.
 
     Returns:
-        A function with the arguments of ``forward_op``, and one with those of ``backward_op``.
+        A function with the arguments of ``forward_op``.
     """
 
     class Backward(torch.autograd.Function):
@@ -90,7 +90,7 @@ def transformable(
             outs = Forward.apply(*_folded(info.batch_size, batch, in_dims, inputs, 3))
             return _unfolded(outs, info.batch_size), (0, 0)
 
-    return Forward, Backward
+    return Forward
 
 
 def _rows(tensor: torch.Tensor, in_dim: int | None) -> int:

@@ -227,7 +227,7 @@ def _no_second_derivative(ctx, *grads):
 
 _banded.register_autograd(_differentiate, setup_context=_save)
 _banded_backward.register_autograd(_no_second_derivative)
-_Transformable, _ = transformable(_banded, _banded_backward, 10)
+_Transformable = transformable(_banded, _banded_backward, 10)
 
 
 class _Arguments:
